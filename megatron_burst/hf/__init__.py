@@ -2,8 +2,7 @@
 
 `batch` shards a batch, `attention` computes with the shards, `calls` checks that a model uses them
 and its loss is that of the whole batch, `fused` computes that loss without logits, `trainer` is for
-accelerate's data loaders and transformers' Trainer. `refusals` has what is not supported, `patches`
-which functions of transformers and PEFT burst replaces.
+accelerate's data loaders and transformers' Trainer. `refusals` has what is not supported.
 """
 
 from megatron_burst.hf.attention import register

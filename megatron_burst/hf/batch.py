@@ -53,8 +53,8 @@ class ShardedBatch:
 
     def config_of(self, index: int | None) -> BurstConfig:
         """Burst's options in a layer, by its index."""
-        kept = self.keep_layers is None or index is None or index < self.keep_layers
-        return self.config if kept else self.config_beyond
+        keeps = self.keep_layers is None or index is None or index < self.keep_layers
+        return self.config if keeps else self.config_beyond
 
 
 def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: LayoutName = "zigzag",
@@ -113,15 +113,9 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
     documents = shards.opened(problem, sizes, {"rows": ", ".join(rows)}, {"batch": _digest(rows)})
     ids = rows["input_ids"]
     shards.remember(False, ids.shape[1])  # each batch brings its own boundaries to attention
-    if "shift_labels" not in rows:
-        labels = rows.get("labels", ids)
-        whole = shards_of(_WHO, None, layout, (cu_seqlens, None), True)
-        rows["shift_labels"] = labels_of(whole, labels, 1)
-    if "position_ids" not in rows:
-        places = in_documents(torch.arange(ids.shape[1], device=ids.device), cu_seqlens)
-        rows["position_ids"] = places.expand(ids.shape)
-    mine = shards.mine(shards.rows(ids.shape[1]), documents, ids.device)
-    shard: dict[str, Any] = {name: x.index_select(1, mine) for name, x in rows.items()}
+    _add_labels_and_positions(rows, cu_seqlens, layout)
+    own_rows = shards.mine(shards.rows(ids.shape[1]), documents, ids.device)
+    shard: dict[str, Any] = {name: x.index_select(1, own_rows) for name, x in rows.items()}
     shard["labels"] = shard["shift_labels"]  # without any, transformers computes no loss
     items = batch.get("num_items_in_batch")
     if items is None:
@@ -129,14 +123,15 @@ def shard_batch(batch: Mapping[str, Any], *, group: Ranks = None, layout: Layout
     # no tensor: FSDP's mixed precision would round it
     shard["num_items_in_batch"] = float(items) / group.size()
     ranks = group if dist.is_initialized() else None
-    config = BurstConfig() if config is None else config
+    config = config or BurstConfig()
     per_call = replace(config.for_calls(), keep_layers=None)
-    input_gib = (config.keep_host_gib,) if config.offloads_inputs else None
-    beyond = replace(per_call, keep="none", keep_offload="none", keep_host_gib=None,
-                     keep_budget_gib=None, keep_debug=False)  # fmt: skip
-    burst = ShardedBatch(ranks, layout, cu_seqlens, per_call, config.keep_layers, beyond,
-                         input_gib, fused_loss)  # fmt: skip
-    return shard | {"burst": burst}
+    keeping_nothing = replace(per_call, keep="none", keep_offload="none", keep_host_gib=None,
+                              keep_budget_gib=None, keep_debug=False)  # fmt: skip
+    shard["burst"] = ShardedBatch(
+        ranks, layout, cu_seqlens, per_call, config.keep_layers, keeping_nothing,
+        (config.keep_host_gib,) if config.offloads_inputs else None, fused_loss,
+    )  # fmt: skip
+    return shard
 
 
 def _of_batch(batch: Mapping[str, Any], chunks: int) -> Iterator[Need]:
@@ -199,6 +194,19 @@ def _whole_chunks(
         rows = rows | {"labels": rows["input_ids"]}
     rows = {name: pad(x, (0, lacking), value=value.get(name, 0)) for name, x in rows.items()}
     return rows, torch.tensor([0, tokens]) if cu_seqlens is None else cu_seqlens
+
+
+def _add_labels_and_positions(
+    rows: dict[str, Tensor], cu_seqlens: Tensor | None, layout: LayoutName
+) -> None:
+    """Of the whole sample, where a batch has none: labels are shifted."""
+    ids = rows["input_ids"]
+    if "shift_labels" not in rows:
+        sample = shards_of(_WHO, None, layout, (cu_seqlens, None), True)
+        rows["shift_labels"] = labels_of(sample, rows.get("labels", ids), 1)
+    if "position_ids" not in rows:
+        positions = in_documents(torch.arange(ids.shape[1], device=ids.device), cu_seqlens)
+        rows["position_ids"] = positions.expand(ids.shape)
 
 
 def _digest(rows: Mapping[str, Tensor]) -> str:

@@ -37,22 +37,20 @@ class ModelCall:
     losses: int = 0  # of these labels, divided by the labels of the whole batch
 
     def count(self) -> None:
-        """Burst attention is called."""
         self.attended += 1
 
 
 def call_model(original: Callable, model: torch.nn.Module, *args: Any, **inputs: Any) -> Any:
-    """`PreTrainedModel.__call__` and `PeftModel.__call__`.
-
-    Raises:
-        BurstError: before the call, if the model or what it gets is not supported with a sharded
-            batch; after it, if the model did not use the batch as one.
-    """
+    """`PreTrainedModel.__call__` and `PeftModel.__call__`: checks a model and its inputs, and then
+    whether it used a sharded batch as one."""
     batch = inputs.get("burst")
     if batch is None:
         return original(model, *args, **inputs)
     if _RUNNING.get() is not None:  # a model inside another
-        require(WHO, _of_inner(model, inputs))
+        require(WHO, [(
+            inputs.get("position_ids") is not None, "a model must pass position_ids on to its "
+            "layers, because a shard alone does not show where it lies",
+            f"none in {type(model).__name__}", "use a model with rotary embeddings")])  # fmt: skip
         return original(model, *args, **inputs)
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     require(WHO, of_model(model, inner, batch.group is not None and batch.group.size() > 1))
@@ -70,43 +68,27 @@ def call_model(original: Callable, model: torch.nn.Module, *args: Any, **inputs:
 
 
 def _checkpoints_of(batch: ShardedBatch) -> AbstractContextManager[None]:
-    """Context for activation checkpoints: it says where their inputs are."""
+    """A context in which activation checkpoints keep what the batch's options ask for."""
     if batch.config.keep != "none" or batch.input_gib is not None:
         patch_checkpoints()
     return nullcontext() if batch.input_gib is None else all_on_host(*batch.input_gib)
 
 
 def count_attention(module: torch.nn.Module, batch: ShardedBatch | None) -> None:
-    """Burst attention begins a call.
-
-    Raises:
-        BurstError: if the model got a sharded batch, and did not pass it on to attention.
-    """
+    """Burst attention begins a call. Refuses a layer that does not pass a sharded batch on."""
     if is_compiling():  # the operator counts, whenever it runs
         return
     if call := _RUNNING.get():
-        require(
-            WHO,
-            [
-                (
-                    batch is not None,
-                    "all layers must pass further keyword arguments on to attention, "
-                    "because burst is one",
-                    f"none in {type(module).__name__}",
-                    "use another model",
-                )
-            ],
-        )
+        require(WHO, [(
+            batch is not None, "all layers must pass further keyword arguments on to attention, "
+            "because burst is one", f"none in {type(module).__name__}",
+            "use another model")])  # fmt: skip
         call.count()
 
 
 def make_model(original: Callable, model: torch.nn.Module, config: Any, *args: Any,
                **options: Any) -> None:  # fmt: skip
-    """`PreTrainedModel.__init__`.
-
-    Raises:
-        BurstError: if a model with burst has a table of its own in place of `AttentionInterface`.
-    """
+    """`PreTrainedModel.__init__`, which refuses a model that cannot have burst."""
     if getattr(config, "_attn_implementation", None) == "burst":
         require(WHO, of_class(type(model)))
     original(model, config, *args, **options)
@@ -129,11 +111,8 @@ def cross_entropy(original: Callable, source: Any, target: Tensor,
 
 def prediction_step(original: Callable, trainer: Any, model: torch.nn.Module, inputs: Mapping,
                     prediction_loss_only: bool, ignore_keys: Any = None) -> tuple:  # fmt: skip
-    """`Trainer.prediction_step`: the loss of the whole batch on all its ranks.
-
-    Raises:
-        BurstError: if predictions are asked for, because they are those of a shard.
-    """
+    """`Trainer.prediction_step`: the loss of the whole batch on all its ranks, and no
+    predictions."""
     batch = inputs.get("burst")
     if batch is None:
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
@@ -142,8 +121,8 @@ def prediction_step(original: Callable, trainer: Any, model: torch.nn.Module, in
         "labels are those of a shard", "compute_metrics, or predict()",
         "leave compute_metrics out, or evaluate with model.set_attn_implementation(\"sdpa\") and "
         "batches that are not sharded")])  # fmt: skip
-    loss, *others = original(trainer, model, inputs, prediction_loss_only, ignore_keys)
-    return (mean_over(batch.group, loss), *others)
+    loss, *predictions = original(trainer, model, inputs, prediction_loss_only, ignore_keys)
+    return (mean_over(batch.group, loss), *predictions)
 
 
 def mean_over(group: dist.ProcessGroup | None, loss: Tensor | None) -> Tensor | None:
@@ -155,13 +134,6 @@ def mean_over(group: dist.ProcessGroup | None, loss: Tensor | None) -> Tensor | 
     return total / group.size()
 
 
-def _of_inner(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Iterator[Need]:
-    yield (inputs.get("position_ids") is not None,
-           "a model must pass position_ids on to its layers, because a shard alone does not show "
-           "where it lies", f"none in {type(model).__name__}",
-           "use a model with rotary embeddings")  # fmt: skip
-
-
 def _of_outputs(model: torch.nn.Module, call: ModelCall, inputs: Mapping[str, Any],
                 outputs: Any) -> Iterator[Need]:  # fmt: skip
     """Whether a model used the batch in every layer, and its outputs are the whole batch's."""
@@ -171,8 +143,9 @@ def _of_outputs(model: torch.nn.Module, call: ModelCall, inputs: Mapping[str, An
            "every layer must compute attention through attn_implementation, because others see a "
            "shard as if it were the sample", f"{call.attended} of {layers} layers in {name}",
            "set attn_implementation=\"burst\", or use another model")  # fmt: skip
-    if not isinstance(outputs, Mapping):
-        outputs = _named(outputs, call.labels)
+    if not isinstance(outputs, Mapping):  # of `return_dict=False`: as far as they are known
+        names = ("logits",) if call.labels is None else ("loss", "logits")
+        outputs = dict(zip(names, outputs, strict=False))
     loss, rows = outputs.get("loss"), inputs["position_ids"].shape[1]
     is_sharded = call.batch.group is not None and call.batch.group.size() > 1
     yield (outputs.get("aux_loss") is None or not is_sharded,
@@ -194,9 +167,3 @@ def _of_outputs(model: torch.nn.Module, call: ModelCall, inputs: Mapping[str, An
         yield (per_row, f"{output} must have a row for each token, because what sums up a sample "
                "would sum up a shard", f"shape {tuple(getattr(x, 'shape', ()))} in {name}",
                "take the hidden states, call unshard on them, and score those")  # fmt: skip
-
-
-def _named(outputs: tuple, labels: Tensor | None) -> dict[str, Any]:
-    """Outputs of `return_dict=False`, as far as they are known."""
-    names = ("logits",) if labels is None else ("loss", "logits")
-    return dict(zip(names, outputs, strict=False))

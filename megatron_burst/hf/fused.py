@@ -30,24 +30,14 @@ class LogitsError(BurstError, AttributeError):
 
 @dataclass(frozen=True, slots=True)
 class FusedLogits:
-    """Takes the place of logits, of which no more than a tile ever exists.
+    """Takes the place of logits, of which no more than a tile ever exists."""
 
-    Attributes:
-        total: the sum of the labels' losses, [].
-        planned: what the loss took the model to do to logits.
-        done: what the model did to them.
-    """
-
-    total: Tensor
-    planned: tuple[Step, ...]
-    done: tuple[Step, ...] = ()
+    total: Tensor  # the sum of the labels' losses, []
+    planned: tuple[Step, ...]  # what the loss took the model to do to logits
+    done: tuple[Step, ...] = ()  # what the model did to them
 
     def loss(self, count: Any) -> Tensor:
-        """The sum over the number of labels.
-
-        Raises:
-            BurstError: if the model did something else to its logits.
-        """
+        """The sum over the number of labels. Refuses a model that did something else to logits."""
         require(_WHO, [
             (self.done == self.planned, "a model must scale and cap its logits as its config says, "
              "because the loss is computed before", f"{self.done or 'nothing'} for {self.planned}",
@@ -62,23 +52,11 @@ class FusedLogits:
         """Where labels must be."""
         return self.total.device
 
-    def float(self) -> "FusedLogits":
-        """Itself: the loss is in float32."""
-        return self
-
-    def view(self, *_shape: int) -> "FusedLogits":
-        """Itself: the loss has all rows."""
-        return self
-
-    def contiguous(self) -> "FusedLogits":
-        """Itself."""
-        return self
-
     def to(self, *_: Any, **__: Any) -> "FusedLogits":
-        """Itself."""
+        """Itself: the loss is in float32, and has all rows."""
         return self
 
-    reshape = view
+    float = view = reshape = contiguous = to
 
     def __mul__(self, factor: Any) -> "FusedLogits":
         return self._after("*", factor)
@@ -89,8 +67,7 @@ class FusedLogits:
         return self._after("/", divisor)
 
     def tanh(self) -> "FusedLogits":
-        """As the middle of a soft cap."""
-        return self._after("tanh", 0.0)
+        return self._after("tanh", 0.0)  # the middle of a soft cap
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), options: Any = None):
@@ -128,13 +105,9 @@ register_pytree_node(
 
 
 @contextmanager
-def fused_head(model: torch.nn.Module, labels: Tensor | None, is_asked: bool) -> Iterator[None]:
-    """While it lasts, the model's head computes the loss of labels [b, s] in place of logits.
-
-    Raises:
-        BurstError: if it is asked for, and the head is not a linear layer without a bias.
-    """
-    if not is_asked or labels is None:
+def fused_head(model: torch.nn.Module, labels: Tensor | None, is_on: bool) -> Iterator[None]:
+    """While it lasts, the model's head computes the loss of labels [b, s] in place of logits."""
+    if not is_on or labels is None:
         yield
         return
     head = model.get_output_embeddings()
@@ -152,9 +125,9 @@ def _fused(head: torch.nn.Module, labels: Tensor, planned: tuple[Step, ...],
         hidden.shape[:-1] == labels.shape, "the head must get a row for each label, because each "
         "has a loss", f"{tuple(hidden.shape[:-1])} rows and {tuple(labels.shape)} labels",
         "leave logits_to_keep out")])  # fmt: skip
-    steps, cap = planned[: len(planned) % 3], planned[-1][1] if len(planned) > 2 else 0.0
+    cap = planned[-1][1] if ("tanh", 0.0) in planned else 0.0
     scale = 1.0
-    for step, number in steps:
+    for step, number in planned[:-3] if cap else planned:
         scale = scale * number if step == "*" else scale / number
     total = linear_cross_entropy(hidden, _weight_of(head), labels, reduction="sum", softcap=cap,
                                  logit_scale=scale)  # fmt: skip
@@ -177,43 +150,34 @@ def _planned(config: Any) -> tuple[Step, ...]:
 def _of_head(model: torch.nn.Module, head: Any) -> Iterator[Need]:
     yield (head is not None, "a model must have a head, because the loss takes its place",
            f"none in {type(model).__name__}", "leave fused_loss out")  # fmt: skip
-    kind = type(head).__name__
-    linear = _linear_of(head)
-    yield (_is_linear(linear) and linear.bias is None and "forward" not in vars(head),
+    kind, linear = type(head).__name__, _linear_of(head)
+    is_linear = getattr(type(linear), "forward", None) is torch.nn.Linear.forward
+    yield (is_linear and linear.bias is None and "forward" not in vars(head),
            "the head must be a linear layer without a bias, because the loss multiplies by its "
            "weight alone", kind, "leave fused_loss out")  # fmt: skip
     if linear is head or hasattr(head, "modules_to_save"):
         return
-    plain = _is_of(head, _LORA) and not head.lora_variant and not any(head.lora_bias.values())
-    plain = plain and not any(getattr(x, "p", 0) for x in head.lora_dropout.values())
-    yield (plain, "an adapter of the head must be plain LoRA without dropout and bias, because its "
-           "weight is added to the head's", f"another {kind}",
+    # among its base classes, because FSDP2 derives a class of its own
+    is_lora = any((base.__module__, base.__name__) in _LORA for base in type(head).__mro__)
+    is_plain = is_lora and not head.lora_variant and not any(head.lora_bias.values())
+    is_plain = is_plain and not any(getattr(x, "p", 0) for x in head.lora_dropout.values())
+    yield (is_plain, "an adapter of the head must be plain LoRA without dropout and bias, because "
+           "its weight is added to the head's", f"another {kind}",
            "set lora_dropout=0, or leave the head out of target_modules")  # fmt: skip
     yield (not (head.merged and head.disable_adapters), "adapters of the head must not be merged "
            "where they are disabled, because PEFT takes them out in the head's own call", "both",
            "call unmerge_adapter() before")  # fmt: skip
 
 
-def _is_linear(module: Any) -> bool:
-    return getattr(type(module), "forward", None) is torch.nn.Linear.forward
-
-
-def _is_of(module: torch.nn.Module, kinds: set[tuple[str, str]]) -> bool:
-    """Whether a class of PEFT's is among those of a module, which FSDP2 derives from it."""
-    return any((x.__module__, x.__name__) in kinds for x in type(module).__mro__)
-
-
 def _linear_of(head: Any) -> Any:
     """The linear layer that PEFT wraps, or the head itself."""
-    if (trained := getattr(head, "modules_to_save", None)) is not None:
-        active = [name for name in _names_of(head.active_adapter) if name in trained]
-        off = head.disable_adapters or not active
-        return head.original_module if off else trained[active[0]]
-    return getattr(head, "base_layer", head)
-
-
-def _names_of(active: Any) -> list[str]:
-    return [active] if isinstance(active, str) else list(active or ())
+    copies = getattr(head, "modules_to_save", None)
+    if copies is None:
+        return getattr(head, "base_layer", head)
+    adapters = head.active_adapter
+    adapters = [adapters] if isinstance(adapters, str) else adapters or ()
+    active = [copies[name] for name in adapters if name in copies]
+    return active[0] if active and not head.disable_adapters else head.original_module
 
 
 def _weight_of(head: Any) -> Tensor:

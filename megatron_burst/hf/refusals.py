@@ -22,18 +22,17 @@ _MASKS = {"causal_mask_function", "bidirectional_mask_function", "sliding_window
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "num_items_in_batch",
              "output_hidden_states", "output_router_logits", "shift_labels", "labels",
              "return_dict", "logits_to_keep", "fused_lm_head"}  # fmt: skip
+# of labels that are not next tokens
 _LOSSES = {"ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
            "ForQuestionAnswering"}  # fmt: skip
-_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_WINDOW = "sliding_attention"
+_LAYERS = {"full_attention", _WINDOW, "attention"}
 _ROPES = {"dynamic", "longrope"}  # their frequencies depend on the longest position that they see
 
 
 def no_mask(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> None:
     """A mask function of transformers: no mask, because attention gets boundaries and windows.
-
-    Raises:
-        BurstError: if there is padding, or a mask that these do not express.
-    """
+    Refuses padding, and masks that these do not express."""
     strange = sorted(parts_of(mask_function) - _MASKS)
     require(WHO, [
         (attention_mask is None or bool(attention_mask.all()),
@@ -44,24 +43,25 @@ def no_mask(*, mask_function: Callable, attention_mask: Tensor | None = None, **
     ])  # fmt: skip
 
 
-def of_attention(module: torch.nn.Module, index: int | None, asked: Mapping[str, Any],
+def of_attention(module: torch.nn.Module, index: int | None, arguments: Mapping[str, Any],
                  lengths: tuple[int, int], window: int | None,
                  causal: bool) -> Iterator[Need]:  # fmt: skip
-    """Checks of one call of a model's attention: what it asks for beyond q, k, v and a window;
+    """Checks of one call of a model's attention, and of its arguments beyond q, k, v and a window;
     `index`: its layer, None if that is not known."""
-    yield (asked["burst"] is not None,
+    yield (arguments["burst"] is not None,
            "attention must get the whole sample's layout, because a shard alone does not show "
            "where it lies", "no keyword argument burst", f"to train, {_SHARD}; to generate or "
            "evaluate, model.set_attn_implementation(\"sdpa\")")  # fmt: skip
     name = type(module).__name__
-    yield (asked["attention_mask"] is None,
+    yield (arguments["attention_mask"] is None,
            "attention must have no mask or bias of the model's own, because it is sharded",
            f"one in {name}", _OTHER)  # fmt: skip
-    yield (not asked["dropout"], "attention must have no dropout, because no kernel has it",
-           f"dropout={asked['dropout']}",
+    yield (not arguments["dropout"], "attention must have no dropout, because no kernel has it",
+           f"dropout={arguments['dropout']}",
            "set attention_dropout=0.0 in the model's config")  # fmt: skip
     legal = {"burst", "attention_mask", "dropout", *_HARMLESS}
-    strange = [n for n, x in asked.items() if n not in legal and x is not None and x is not False]
+    strange = [name for name, x in arguments.items()
+               if name not in legal and x is not None and x is not False]  # fmt: skip
     yield (not strange, "a model must ask attention for nothing but windows, sinks, a soft cap and "
            "a scale, because burst supports nothing else here", ", ".join(strange),
            _OTHER)  # fmt: skip
@@ -71,19 +71,22 @@ def of_attention(module: torch.nn.Module, index: int | None, asked: Mapping[str,
     yield (window is None or causal, "a window must be causal, because transformers counts both "
            "its sides differently", f"sliding_window={window} and is_causal={causal}",
            _OTHER)  # fmt: skip
-    config = getattr(module, "config", None)
-    types = list(getattr(config, "layer_types", None) or ())
-    mine = types[index] if index is not None and index < len(types) else ""
-    if index is None:
-        names = ("layer_type", "attention_type")
-        mine = types[0] if len(set(types)) == 1 else next(
-            (x for name in names if (x := getattr(module, name, None))), "")  # fmt: skip
-        mine = "sliding_attention" if getattr(module, "is_sliding", False) else mine
-    windowed = getattr(config, "sliding_window", None) and not types
-    windowed = windowed and getattr(config, "use_sliding_window", True)
-    yield (window is not None or not (windowed or mine == "sliding_attention"),
+    yield (window is not None or not _has_window(module, index),
            "a layer with a window must pass it to attention, because attention gets no mask",
            "no sliding_window", _OTHER)  # fmt: skip
+
+
+def _has_window(module: torch.nn.Module, index: int | None) -> bool:
+    """Whether a layer has a window, by its model's config, or else by its own attributes."""
+    config = getattr(module, "config", None)
+    types = list(getattr(config, "layer_types", None) or ())
+    all_have_windows = getattr(config, "use_sliding_window", True) and not types
+    if all_have_windows and getattr(config, "sliding_window", None):
+        return True
+    if index is not None:
+        return types[index : index + 1] == [_WINDOW]
+    own_types = [getattr(module, name, None) for name in ("layer_type", "attention_type")]
+    return getattr(module, "is_sliding", False) or _WINDOW in own_types or {*types} == {_WINDOW}
 
 
 def of_model(outer: torch.nn.Module, model: torch.nn.Module, sharded: bool) -> Iterator[Need]:
@@ -149,8 +152,8 @@ def of_inputs(model: torch.nn.Module, args: tuple, inputs: Mapping[str, Any]) ->
            "them again", "shift_labels without labels", "leave out what reads labels beside the "
            "model (label_smoothing_factor, compute_loss_func, compute_metrics), or take "
            "shift_labels out too")  # fmt: skip
-    others = getattr(model, "loss_type", None) in _LOSSES
-    yield (not others or inputs.get("labels") is None, "labels must be next tokens, because "
+    shifts_labels = getattr(model, "loss_type", None) not in _LOSSES
+    yield (shifts_labels or inputs.get("labels") is None, "labels must be next tokens, because "
            "shard_batch shifts them", f"those of {type(model).__name__}",
            "pass neither labels nor shift_labels, and compute the loss from what unshard returns "
            "of hidden states or logits")  # fmt: skip

@@ -106,8 +106,8 @@ class ContextParallelMixin:
                         **options: Any) -> tuple:  # fmt: skip
         """Trainer's, with the loss of the whole batch on all ranks of the group."""
         inputs = self.shard_inputs(self._prepare_inputs(inputs))
-        loss, *others = super().prediction_step(model, inputs, *args, **options)
-        return (mean_over(group_or_default(self.cp_group, _WHO), loss), *others)
+        loss, *predictions = super().prediction_step(model, inputs, *args, **options)
+        return (mean_over(group_or_default(self.cp_group, _WHO), loss), *predictions)
 
 
 def _for_groups(loader: DataLoader, group: Ranks, options: Mapping[str, Any]) -> DataLoader:
@@ -145,11 +145,11 @@ def _gathered(accelerator: Any, firsts: list[int], original: Any, values: Any,
     samples that filled up the last batch; scalars, which are of shards, of all ranks."""
     if not isinstance(values, torch.Tensor) or not dist.is_initialized():
         return original(values, use_gather_object)
-    everyones = accelerator.gather(values)
+    gathered = accelerator.gather(values)
     if values.dim() == 0:
-        return everyones
+        return gathered
     ranks = dist.get_world_size()
-    of_groups = everyones.view(ranks, *values.shape)[firsts].flatten(0, 1)
+    of_groups = gathered.view(ranks, *values.shape)[firsts].flatten(0, 1)
     state = accelerator.gradient_state
     is_last = state.end_of_dataloader and state.remainder > 0
     return of_groups[: state.remainder] if is_last else of_groups
@@ -161,9 +161,9 @@ def _firsts_of(group: Ranks) -> list[int]:
     if not dist.is_initialized():
         return [first]
     device = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-    mine = torch.tensor([first], device=device)
-    lowest = mine.new_empty(dist.get_world_size())
-    dist.all_gather_into_tensor(lowest, mine)
+    local = torch.tensor([first], device=device)
+    lowest = local.new_empty(dist.get_world_size())
+    dist.all_gather_into_tensor(lowest, local)
     return sorted(set(lowest.tolist()))
 
 

@@ -122,7 +122,7 @@ def check_args(args: Namespace, who: str = FLAG) -> None:
     """
     nodes = tunings_of_args(args).get("nodes")
     refuse("run", Namespace(**vars(args) | {"burst_nodes": nodes}), who)
-    with_attention_backend(BurstConfig.from_args(args), *attention_kernel_of(args))
+    with_attention_backend(BurstConfig.from_args(args), args)
     refuse("attention", args, who)
 
 
@@ -162,9 +162,10 @@ def check_unused(args: Namespace) -> None:
 
 
 def _refuse_given(args: Namespace, prefix: str, names: list[str], switch: str) -> None:
-    options = [f"{prefix}_{n}" for n in names if getattr(args, f"{prefix}_{n}", None) is not None]
-    if options:
-        flags = " ".join(f"--{name}".replace("_", "-") for name in options)
+    names = [f"{prefix}_{name}" for name in names]
+    flags = " ".join(f"--{name}".replace("_", "-") for name in names
+                     if getattr(args, name, None) is not None)  # fmt: skip
+    if flags:
         raise BurstError(f"{flags}: must come with {switch}, because it has no effect otherwise; "
                          f"got no {switch}; add it, or leave {flags} out")  # fmt: skip
 
@@ -190,45 +191,43 @@ def wants_fused_loss(args: Namespace) -> bool:
 
 def force_args(args: Namespace) -> None:
     """Set arguments that burst implies and that change no result; logs it once."""
-    forced, added = [], []
+    changes, added = [], []
     if args.cp_comm_type in (None, ["p2p"]):
         args.cp_comm_type = ["burst"]
         if any(word.partition("=")[0] == "--cp-comm-type" for word in sys.argv):
-            forced.append("replaces --cp-comm-type p2p by burst")
+            changes.append("replaces --cp-comm-type p2p by burst")
         else:
             added.append("--cp-comm-type burst")
     if args.create_attention_mask_in_dataloader:
         args.create_attention_mask_in_dataloader = False
         added.append("--no-create-attention-mask-in-dataloader")
-    forced += [f"adds {' '.join(added)}"] if added else []
-    if forced and args.rank == 0:
-        log_message(f"burst attention: {'; '.join(forced)}")
+    if added:
+        changes.append(f"adds {' '.join(added)}")
+    if changes and args.rank == 0:
+        log_message(f"burst attention: {'; '.join(changes)}")
 
 
-# burst's kernels of --attention-backend, and of --flash-attention-version
+# burst's kernels of --attention-backend
 _FAMILIES: dict[object, str] = {"flash": "fa4,flash,torch-cpu", "fused": "cudnn",
                                 "unfused": "reference"}  # fmt: skip
-_VERSIONS: dict[object, str] = {4: "fa4,torch-cpu"}
 
 
-def attention_kernel_of(options: Any) -> tuple[object, int | None]:
-    """What Megatron's arguments or configuration name: attention_backend, flash_attention_version;
-    None if not given."""
-    version = getattr(options, "flash_attention_version", None)
-    return getattr(options, "attention_backend", None), version
+def _attention_backend(options: Any) -> object:
+    """The name in Megatron's arguments or configuration; None if not given."""
+    backend = getattr(options, "attention_backend", None)
+    return getattr(backend, "name", backend)
 
 
-def with_attention_backend(
-    burst: BurstConfig, asked: object, version: int | None = None
-) -> BurstConfig:
-    """The configuration with the kernels that Megatron's `attention_backend` (the enum's member or
-    its name, None if not given) selects, and in invariant calls `flash_attention_version`, which
-    others refuse."""
-    name = getattr(asked, "name", asked)
+def with_attention_backend(burst: BurstConfig, options: Any) -> BurstConfig:
+    """The configuration with the kernels that Megatron's options select: by `attention_backend`,
+    and in invariant calls by `flash_attention_version`, which others refuse."""
+    name = _attention_backend(options)
     refuse("backend", Namespace(attention_backend=name), "burst attention")
-    named = version if burst.invariant and name in (None, "auto", "flash") else None
-    family = _VERSIONS.get(named, _FAMILIES.get(name, ""))
-    if not family:
+    family = _FAMILIES.get(name)
+    if burst.invariant and name in (None, "auto", "flash"):
+        is_fa4 = getattr(options, "flash_attention_version", None) == 4
+        family = "fa4,torch-cpu" if is_fa4 else family
+    if family is None:
         return burst
     if burst.backend == "auto":
         return replace(burst, backend=family)
@@ -239,12 +238,10 @@ def with_attention_backend(
     return burst
 
 
-def say_attention_backend(args: Namespace) -> None:
+def log_attention_backend(args: Namespace) -> None:
     """Log which kernels --attention-backend selects, if it is given."""
-    asked, version = attention_kernel_of(args)
     only = BurstConfig(invariant=BurstConfig.from_args(args).invariant)
-    backend = with_attention_backend(only, asked, version).backend
+    backend = with_attention_backend(only, args).backend
     if backend != "auto" and args.rank == 0:
-        asked = getattr(asked, "name", asked)
-        log_message(f"burst attention: --attention-backend {asked} selects the first of the "
-                    f"kernels {backend} that supports a call")  # fmt: skip
+        log_message(f"burst attention: --attention-backend {_attention_backend(args)} selects the "
+                    f"first of the kernels {backend} that supports a call")  # fmt: skip

@@ -61,7 +61,7 @@ class BalancedBatches(Iterator[Batch]):
         self._groups = {
             size: packed.consecutive_part(self._cp_group, size) for size in sorted(sampler.cp_sizes)
         }
-        self._coming: deque[MicroBatch] = deque()  # of the current step
+        self._queue: deque[MicroBatch] = deque()  # of the current step
 
     @staticmethod
     def grid(config: TransformerConfig, micro_batches: int, token_limit: int) -> BatchGrid:
@@ -84,10 +84,10 @@ class BalancedBatches(Iterator[Batch]):
             BurstError: if a document has another length than the sampler was given, or a step does
                 not fit.
         """
-        if not self._coming:
+        if not self._queue:
             ranks = parallel_state.get_data_parallel_rank(), self._cp_group.rank()
-            self._coming.extend(next(self._sampler).of_rank(*ranks))
-        micro_batch = self._coming.popleft()
+            self._queue.extend(next(self._sampler).of_rank(*ranks))
+        micro_batch = self._queue.popleft()
         device = torch.device(torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         documents = [self._read(index) for index in micro_batch.documents]
         return self._packed(documents, micro_batch.cp, device)
@@ -153,12 +153,12 @@ class BalancedBatches(Iterator[Batch]):
 
     def _agree(self, problem: str) -> None:
         """Make sure that all ranks of the job go through the same steps, and that none refuses."""
-        steps = self._sampler
-        digest = sha256(steps.lengths.astype("<i8").tobytes()).hexdigest()[:16]
-        terms = {"documents": f"{len(steps.lengths)} with lengths {digest}",
-                 "documents of a step": f"{steps.documents}"}  # fmt: skip
+        sampler = self._sampler
+        digest = sha256(sampler.lengths.astype("<i8").tobytes()).hexdigest()[:16]
+        terms = {"documents": f"{len(sampler.lengths)} with lengths {digest}",
+                 "documents of a step": f"{sampler.documents}"}  # fmt: skip
         names = "grid", "costs", "cp_sizes", "seed", "consumed"
-        terms |= {name: f"{getattr(steps, name)}" for name in names}
+        terms |= {name: f"{getattr(sampler, name)}" for name in names}
         world = dist.group.WORLD
         assert world is not None  # Megatron's groups are parts of it
         state_of(world).consensus.agree(terms, WHO, problem=problem, kind=_JOB)
@@ -199,18 +199,17 @@ class BalancedBatches(Iterator[Batch]):
 
 def _of_command(args: Any, sampler: Sampler) -> Iterable[Need]:
     """Megatron's loop takes the number of micro-batches, and of documents, from its flags."""
-    grid = sampler.grid
-    mine = sampler.documents, grid.micro_batches
-    theirs = args.global_batch_size, args.global_batch_size // (args.micro_batch_size * grid.dp)
+    dp, documents, micro_batches = sampler.grid.dp, sampler.documents, sampler.grid.micro_batches
+    steps = args.global_batch_size, args.global_batch_size // (args.micro_batch_size * dp)
     ramps = getattr(args, "rampup_batch_size", None)
     yield (not packed.shards_whole_sample(),
            "documents must be sharded one by one, because BalancedBatches pads and shards them so",
            "--dataloader-inter-document-masking", "leave it out")  # fmt: skip
     yield (
-        mine == theirs and not ramps and args.dataloader_type == "external",
+        steps == (documents, micro_batches) and not ramps and args.dataloader_type == "external",
         "Megatron's flags must have the sampler's documents and micro-batches of a step, because "
         "Megatron requests that many and resumes from that count",
-        f"steps of {mine[0]} documents in {mine[1]} micro-batches a rank, with "
+        f"steps of {documents} documents in {micro_batches} micro-batches a rank, with "
         f"--global-batch-size {args.global_batch_size}, --micro-batch-size "
         f"{args.micro_batch_size}, --dataloader-type {args.dataloader_type}"
         + (f" and --rampup-batch-size {ramps}" if ramps else ""),

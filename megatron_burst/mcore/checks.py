@@ -25,8 +25,6 @@ except ImportError:  # before 0.18 engines do not tell that they run
     InferenceMode = None
 
 WHO = "burst core attention"
-
-
 # flags with which Megatron's data sets mask labels
 _MASKING = "sft", "eod_mask_loss", "allow_ambiguous_pad_tokens"
 
@@ -36,16 +34,17 @@ def check_run() -> None:
 
     Also refuses a command line, if there is one, that lacks what the flag would have set.
     """
-    megatron, args = require_megatron(WHO), global_args()
+    megatron, command_line = require_megatron(WHO), global_args()
     if is_first():
         log_message_once(f"burst attention: {megatron}")
-    if args is not None:
-        say_if_counts_differ(with_environment(args))
-        check_args(with_environment(args), WHO)
-        refuse("built", args, WHO)
+    if command_line is not None:
+        args = with_environment(command_line)
+        warn_if_counts_differ(args)
+        check_args(args, WHO)
+        refuse("built", command_line, WHO)
 
 
-def say_if_counts_differ(args: Any) -> None:
+def warn_if_counts_differ(args: Any) -> None:
     """Log what Megatron divides by each rank's own number of labels, if the data set masks labels.
 
     Only some flags make Megatron's do so. Elsewhere all ranks have as many labels, or, of
@@ -71,7 +70,7 @@ def say_if_counts_differ(args: Any) -> None:
                          f"{LOSS_FLAG}")  # fmt: skip
 
 
-def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
+def warn_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
     """Warn that recomputation options do nothing in a model that does not recompute attention.
 
     On a command line this is refused. A model is not, because a framework's process may hold models
@@ -82,8 +81,8 @@ def say_if_keep_is_idle(burst: BurstConfig, config: TransformerConfig) -> None:
     if keeps or burst.offloads_inputs:
         idle |= refuses("recompute", "recompute_granularity", config)
     if idle and is_first():
-        asked = f"keep={burst.keep}" if keeps else "keep_offload=inputs"
-        log_message_once(f"burst attention: {asked} has no effect on a model that does not "
+        option = f"keep={burst.keep}" if keeps else "keep_offload=inputs"
+        log_message_once(f"burst attention: {option} has no effect on a model that does not "
                          "recompute attention; if this model is trained, set its "
                          "recompute_granularity to full")  # fmt: skip
 
@@ -135,13 +134,13 @@ def check_packed(
                          "because Megatron shifts tokens by documents only; got "
                          f"mtp_num_layers={mtp_num_layers}; pass mtp_num_layers=None")  # fmt: skip
     group = packed.group_of(params, cp_group)
-    own = group is cp_group
+    is_layers = group is cp_group
     call = vars(params) | dict(
         cu_seqlens_q="none" if packed.is_packed(params) and params.cu_seqlens_q is None else None,
         cu_seqlens_kv=None if packed.keys_are_alike(params) else "other boundaries",
         cp_group_size=group.size(),
-        keep="none" if own else keep,
-        mtp_num_layers=None if own else mtp_num_layers,
+        keep="none" if is_layers else keep,
+        mtp_num_layers=None if is_layers else mtp_num_layers,
     )
     refuse("packed", SimpleNamespace(**call), WHO)
 
@@ -155,11 +154,8 @@ def check_slices(params: PackedSeqParams | None) -> None:
 
 
 def check_decoding(query: Tensor, key: Tensor) -> None:
-    """Refuse decoding: cached keys are not a shard of the queries' sequence.
-
-    Args:
-        query, key: [tokens, b, h, d], or [tokens, h, d].
-    """
+    """Refuse decoding: cached keys are not a shard of the queries' sequence. `query` and `key` are
+    [tokens, b, h, d], or [tokens, h, d]."""
     engine = InferenceMode is not None and InferenceMode.is_active()
     call = SimpleNamespace(query_tokens=query.shape[0], key_tokens=key.shape[0], engine=engine,
                            place="an inference engine" if engine else "one call")  # fmt: skip

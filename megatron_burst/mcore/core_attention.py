@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,6 @@ CAUSAL = {  # supported masks; in packed samples padding is at the documents' en
     AttnMaskType.padding_causal: True,
     AttnMaskType.padding: False,
 }
-_GEMMA2 = "megatron.bridge.models.gemma.gemma2_provider"
 
 
 class _RaisesMaxLogits:
@@ -86,7 +84,8 @@ class BurstCoreAttention(_RaisesMaxLogits, MegatronModule):
                              "transformer-engine or pass --cp-comm-type burst")  # fmt: skip
         check_layer(config, layer_number, attn_mask_type, attention_type, attention_dropout)
         self.burst = BurstForward.of(config, layer_number, softmax_scale, pg_collection)
-        self.tp_group = tp_group_of(pg_collection)
+        tp_group = getattr(pg_collection, "tp", None)
+        self.tp_group = tp_group or parallel_state.get_tensor_model_parallel_group()
         self.softmax_offset = sinks_of(config, self.tp_group)
 
     # the checkpoint of the sinks is that of Megatron's own class
@@ -156,53 +155,12 @@ if HAVE_TE:
         def set_context_parallel_group(
             self, cp_group, cp_global_ranks, cp_stream, cp_comm_type: str = "p2p"
         ) -> None:
-            """Run over another group from now on, as Megatron-Bridge does for evaluation
-            (training/eval_context_parallel_rebinding.py); collective over that group.
-
-            `cp_group`: None: this rank alone.
-
-            Raises:
-                BurstError: if it is a list of groups.
-            """
+            """Run over another group from now on (None: this rank alone), as Megatron-Bridge does
+            for evaluation (training/eval_context_parallel_rebinding.py); collective over that
+            group, which must not be a list of groups."""
             super().set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
             if self.burst is not None:
                 self.burst = self.burst.over(cp_group)
-
-
-def burst_replacements() -> dict[type, type]:
-    """Megatron's core attention classes -> ours."""
-    with_te = {TEDotProductAttention: BurstTECoreAttention} if HAVE_TE else {}
-    return {DotProductAttention: BurstCoreAttention, **with_te}
-
-
-def burst_core_of(core: type) -> type | None:
-    """Burst's class that replaces a core attention; None if there is none.
-
-    A model's own subclass of TransformerEngine's (Gemma's in Megatron-Bridge) is kept, with burst's
-    as its base. Not if it overrides `forward`: that may depend on positions in the sequence
-    (Ministral's) without knowing the shard. Megatron-Bridge's classes for Gemma 2 are replaced.
-    """
-    replacements = burst_replacements()
-    if core in replacements or core in replacements.values():
-        return replacements.get(core, core)
-    if core.__module__ == _GEMMA2:
-        from megatron_burst.mcore.gemma2 import REPLACED, Gemma2CoreAttention
-
-        ours = _with_burst_as_base(Gemma2CoreAttention, BurstCoreAttention)
-        return ours if core.__name__ in REPLACED else None
-    if not (HAVE_TE and issubclass(core, TEDotProductAttention)):
-        return core if issubclass(core, BurstCoreAttention) else None
-    if issubclass(core, BurstTECoreAttention):
-        return core
-    keeps_forward = core.forward is TEDotProductAttention.forward
-    return _with_burst_as_base(core, BurstTECoreAttention) if keeps_forward else None
-
-
-@cache
-def _with_burst_as_base(core: type, burst: type) -> type:
-    """A subclass whose `super().__init__` is burst's."""
-    members = {"__doc__": core.__doc__, "__module__": core.__module__}
-    return type(f"Burst{core.__name__}", (core, burst), members)
 
 
 def asks_for_burst(
@@ -255,7 +213,7 @@ class BurstForward:
                              "group has that size")  # fmt: skip
         topology = communicator_of(cp_group, burst_config).topology
         switch_on_keep(burst_config)
-        checks.say_if_keep_is_idle(burst_config, config)
+        checks.warn_if_keep_is_idle(burst_config, config)
         return cls(
             cp_group, softmax_scale, burst_config.for_calls(), config, layer_number, topology
         )
@@ -296,36 +254,31 @@ class BurstForward:
             config = self._resolved(query, key, value, window, causal, has_sample_mask)
             sample = packed.sample_of(packed_seq_params, group.size())
             packed.forget_boundaries_of_shard(group)
+        # Gemma 2 in Megatron-Bridge has a soft cap
+        softcap = getattr(self.layer_config, "attn_logit_softcapping", None) or 0.0
+        flags = "qk_clip", "log_max_attention_logit"  # of `clip_qk`
+        finds_max_logits = any(getattr(self.layer_config, flag, False) for flag in flags)
         results = burst_attention(
             query, key, value, group=group, causal=causal, window=window, sink=sink,
-            softmax_scale=self.softmax_scale, softcap=self._softcap, config=config,
-            layer=self.layer_number, return_max_logit=self._finds_max_logits, **sample,
+            softmax_scale=self.softmax_scale, softcap=softcap, config=config,
+            layer=self.layer_number, return_max_logit=finds_max_logits, **sample,
         )  # fmt: skip
         out, *max_logits = results if isinstance(results, tuple) else (results,)
         return out.flatten(-2), *max_logits
 
-    @property
-    def _softcap(self) -> float:
-        """Bound of the scores, of models that have one (Gemma 2 in Megatron-Bridge)."""
-        return getattr(self.layer_config, "attn_logit_softcapping", None) or 0.0
-
-    @property
-    def _finds_max_logits(self) -> bool:
-        """Whether `clip_qk` clips by the largest scores, or logs them."""
-        config, flags = self.layer_config, ("qk_clip", "log_max_attention_logit")
-        return any(getattr(config, flag, False) for flag in flags)
-
     def _resolved(self, query: Tensor, key: Tensor, value: Tensor, *mask) -> BurstConfig:
         """Options of this layer's calls, with `keep` resolved."""
-        if self.config.keep == "auto" and not running():  # nothing, or all of the layer, is kept
+        is_auto = self.config.keep == "auto"
+        if is_auto and not running():  # nothing, or all of the layer, is kept
             return keeping_nothing(self.config)
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        saves = self._half_saves(query, key, value, *mask) if self.config.keep == "auto" else 0.0
-        # what is kept would hide how much of other nodes' keys and values a whole layer holds
-        waits = self.topology.inter_size > 1
-        what = self.config, self.layer_config, self.layer_number, query, value
-        return resolved(*what, saves, waits)
+        return resolved(
+            self.config, self.layer_config, self.layer_number, query, value,
+            half_saves=self._half_saves(query, key, value, *mask) if is_auto else 0.0,
+            # what is kept would hide how much of other nodes' keys and values a whole layer holds
+            waits=self.topology.inter_size > 1,
+        )  # fmt: skip
 
     def _half_saves(
         self, query: Tensor, key: Tensor, value: Tensor, window, causal: bool, has_sample_mask: bool
@@ -351,11 +304,6 @@ def window_of_layer(
     window, skip = config.window_size, config.window_attn_skip_freq
     has_none = not is_layer_window_attention(window, skip, layer_number)
     return None if has_none or (tuple(window) == (-1, 0) and not causal) else tuple(window)
-
-
-def tp_group_of(pg_collection) -> dist.ProcessGroup:
-    """The tensor-parallel group, from Megatron's collection or from its global state."""
-    return getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
 
 
 def cp_group_of(pg_collection) -> dist.ProcessGroup:

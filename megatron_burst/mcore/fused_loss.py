@@ -28,7 +28,7 @@ from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supe
 from megatron_burst.loss.statistics import LossOptions
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import global_args, wants_fused_loss
-from megatron_burst.mcore.checks import say_if_counts_differ
+from megatron_burst.mcore.checks import warn_if_counts_differ
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.output_layer import ColumnParallelLinear as LazyLinear
 from megatron_burst.mcore.output_layer import (
@@ -54,10 +54,14 @@ class FusedHead:
         self.invariant = burst_config_of(model.config).invariant
         self.parameters = inspect.signature(model.forward).parameters
         self.loss_of = model.compute_language_model_loss
+        self.end()
+
+    def end(self, *_: Any) -> None:
+        """After the model's forward, even if it failed."""
         self.active = False
         self.mask: Tensor | None = None
         self.supervised: SupervisedCount | None = None
-        self.main: Tensor | None = None
+        self.main_labels: Tensor | None = None
         self.head_masks: Iterator[HeadMask] = iter(())
 
     @property
@@ -79,7 +83,7 @@ class FusedHead:
             check_model(model, self.config)
         if model.share_embeddings_and_output_weights:
             refuse_sharded(model.shared_embedding_or_output_weight())
-        mask, self.main = options.get("loss_mask"), labels
+        mask, self.main_labels = options.get("loss_mask"), labels
         if mask is not None and mask.shape == labels.shape:
             self.mask = mask.t()
             self.supervised = count_supervised(
@@ -108,17 +112,12 @@ class FusedHead:
 
         return begun
 
-    def end(self, *_: Any) -> None:
-        """After the model's forward, even if it failed."""
-        self.active, self.mask, self.supervised, self.main = False, None, None, None
-        self.head_masks = iter(())
-
     def loss(self, labels: Tensor, logits: Tensor | LazyLogits) -> Tensor:
         """Replaces `compute_language_model_loss`: [b, s] losses of [b, s] labels."""
         if not isinstance(logits, LazyLogits):
             return self.loss_of(labels, logits)
         options: dict[str, Any] = asdict(self.config)
-        is_main = labels is self.main
+        is_main = labels is self.main_labels
         if is_main:
             options |= {"loss_mask": self.mask, "supervised": self.supervised}
         else:  # a head of multi-token prediction: its mask comes after the loss
@@ -185,15 +184,8 @@ def log_probs_and_entropy(
         must = "the output layer must have no adapter, because its weight alone is read"
         raise no_logits(must, type(output_layer).__name__)
     if labels is None:
-        group = packed.group_of(packed_seq_params, _cp_group_of(compute_language_model_loss))
-        if group.size() > 1 and getattr(config, "linear_cp_layout", "zigzag") != "zigzag":
-            must = "log-probabilities need labels, because next tokens are looked up in zigzag rows"
-            raise no_logits(must, f"linear_cp_layout={config.linear_cp_layout} without labels")
-        sample = packed.sample_of(packed_seq_params, group.size())
-        names = sample.keys() & {"layout", "cu_seqlens", "cu_seqlens_padded"}
-        packed.forget_boundaries_of_shard(group)
-        where = {name: sample[name] for name in names}
-        targets = next_tokens(input_ids.t(), group=group, **where)  # [s, b]
+        cp_group = _cp_group_of(compute_language_model_loss)
+        targets = _next_tokens(input_ids, cp_group, config, packed_seq_params)
     else:
         targets = labels.t()
     tp = output_layer.tp_group
@@ -212,9 +204,22 @@ def log_probs_and_entropy(
     return TokenLogProbs(values.log_probs.t(), values.entropy.t(), values.mask.t())
 
 
+def _next_tokens(input_ids: Tensor, cp_group: dist.ProcessGroup, config: Any, packed_seq_params
+                 ) -> Tensor:  # fmt: skip
+    """The token after each one in its document, [s, b]."""
+    group = packed.group_of(packed_seq_params, cp_group)
+    if group.size() > 1 and getattr(config, "linear_cp_layout", "zigzag") != "zigzag":
+        must = "log-probabilities need labels, because next tokens are looked up in zigzag rows"
+        raise no_logits(must, f"linear_cp_layout={config.linear_cp_layout} without labels")
+    sample = packed.sample_of(packed_seq_params, group.size())
+    packed.forget_boundaries_of_shard(group)
+    names = sample.keys() & {"layout", "cu_seqlens", "cu_seqlens_padded"}
+    return next_tokens(input_ids.t(), group=group, **{name: sample[name] for name in names})
+
+
 def _cp_group_of(loss: Any) -> dist.ProcessGroup:
-    """The context-parallel group of the model whose loss this is, which is a method of the model
-    or of its `FusedHead`; if a framework has put a function there, Megatron's global group."""
+    """The context-parallel group of the model whose loss this is, a method of the model or of its
+    `FusedHead`; Megatron's global group if a framework has put a function there."""
     groups = getattr(getattr(loss, "__self__", None), "pg_collection", None)
     return parallel_state.get_context_parallel_group() if groups is None else groups.cp
 
@@ -242,9 +247,9 @@ def build_with_loss(build, fused: FusedLossConfig, only_burst: bool, /, self, *a
     A command line wins over what megatron_burst.auto asked for.
     """
     build(self, *args, **options)
-    asked = global_args() or Namespace()
-    if wants_fused_loss(asked):
-        say_if_counts_differ(asked)
-        fused, only_burst = FusedLossConfig.from_args(asked), False
+    command_line = global_args() or Namespace()
+    if wants_fused_loss(command_line):
+        warn_if_counts_differ(command_line)
+        fused, only_burst = FusedLossConfig.from_args(command_line), False
     if not only_burst or names_burst(self.config.cp_comm_type):
         fuse_loss(self, fused)

@@ -22,8 +22,8 @@ class Part:
     On GPUs these are events on the current stream, read once the step is over.
     """
 
-    _begun: Any = None
-    _ended: Any = None
+    _begin: Any = None
+    _end: Any = None
 
     @contextmanager
     def of_step(self, config: Any) -> Iterator[None]:
@@ -35,10 +35,10 @@ class Part:
         finalize = config.finalize_model_grads_func
 
         def at_end(*args: Any, **options: Any) -> Any:
-            self._ended = _now()
+            self._end = _now()
             return finalize(*args, **options)
 
-        self._begun, self._ended = _now(), None
+        self._begin, self._end = _now(), None
         config.finalize_model_grads_func = finalize and at_end
         try:
             yield
@@ -48,12 +48,12 @@ class Part:
     def seconds(self) -> float:
         """Seconds of the last timed step's part; NaN if it had no end. Can be read once, when the
         GPU has finished the step."""
-        begun, ended = self._begun, self._ended
-        self._begun = self._ended = None
-        if begun is None or ended is None:
+        begin, end = self._begin, self._end
+        self._begin = self._end = None
+        if begin is None or end is None:
             return nan
-        on_gpu = isinstance(begun, torch.cuda.Event)
-        return begun.elapsed_time(ended) / 1e3 if on_gpu else ended - begun
+        on_gpu = isinstance(begin, torch.cuda.Event)
+        return begin.elapsed_time(end) / 1e3 if on_gpu else end - begin
 
 
 PART = Part()  # of this process
@@ -70,10 +70,10 @@ def _now() -> Any:
 def of_all(seconds: float, group: dist.ProcessGroup) -> list[float]:
     """The seconds of all ranks of a group, which call this together."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    mine = torch.tensor([seconds], dtype=torch.float64, device=device)
-    every = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(every, mine, group=group)
-    return torch.cat(every).tolist()
+    local = torch.tensor([seconds], dtype=torch.float64, device=device)
+    gathered = local.new_empty(group.size())
+    dist.all_gather_into_tensor(gathered, local, group=group)
+    return gathered.tolist()
 
 
 def lost(seconds: Sequence[float]) -> float:

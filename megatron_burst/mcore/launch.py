@@ -49,11 +49,11 @@ def prepare(argv: list[str], entry: str = "megatron_burst") -> None:
         raise BurstError(f"{entry}: megatron.training must be importable, because burst's flags "
                          f"are added to its parser; got {megatron} alone; use megatron_burst.auto, "
                          "or a checkout of Megatron-LM")  # fmt: skip
-    asked = [word for word in argv if word.startswith(("--context-parallel-impl", "--burst-"))]
+    own = [word for word in argv if word.startswith(("--context-parallel-impl", "--burst-"))]
     parsed = flags.global_args()
-    if asked and parsed is not None and not hasattr(parsed, "context_parallel_impl"):
+    if own and parsed is not None and not hasattr(parsed, "context_parallel_impl"):
         raise BurstError(f"{entry}: it must be imported before Megatron parses its arguments, "
-                         f"because otherwise the arguments lack burst's flags; got {asked[0]} in "
+                         f"because otherwise the arguments lack burst's flags; got {own[0]} in "
                          "arguments that are already parsed; import it first")  # fmt: skip
     if _wants_cpu(argv):
         from megatron_burst.tools import cpu_mode
@@ -114,12 +114,12 @@ def switch_on_automatically() -> None:
         raise
     patches.apply_when_imported("attention", "layers", *["invariant"] * burst.invariant)
     if flags.wants_fused_loss(options):
-        patches.apply_when_imported("loss", given=loss)
+        patches.apply_when_imported("loss", arguments=loss)
     first, *_ = patches.rows("attention")
-    on_undo(when_imported(first.module, functools.partial(_say_active, first)))
+    on_undo(when_imported(first.module, functools.partial(_log_active, first)))
 
 
-def _say_active(patch: Patch) -> None:
+def _log_active(patch: Patch) -> None:
     if patch.live and os.environ.get("RANK", "0") == "0":
         how = f"({VARIABLE}: {os.environ.get(VARIABLE) or 'defaults'})"
         log_message(f"burst attention: layers with cp_comm_type=burst run it {how}")
@@ -137,8 +137,8 @@ def take_args(args: Namespace) -> None:
 
 
 def _wants_cpu(argv: list[str]) -> bool:
-    asked = "--distributed-backend gloo" in " ".join(argv).replace("=", " ")
-    return asked and not torch.cuda.is_available()
+    has_gloo = "--distributed-backend gloo" in " ".join(argv).replace("=", " ")
+    return has_gloo and not torch.cuda.is_available()
 
 
 # ---- what replaces functions of Megatron, called with the original: see patches.py -----------
@@ -183,10 +183,10 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
         flags.check_loss_args(args)
     validated = validate_args(args, {} if defaults is None else defaults)
     if flags.wants_burst(args):
-        layers = getattr(args, "heterogeneous_layers_config_encoded_json", None)
-        more = ["layers"] * bool(layers) + ["invariant"] * burst.invariant
-        patches.apply("attention", "asked", "packed", *more)
-        flags.say_attention_backend(args)
+        patches.apply("attention", "asked", "packed", *["invariant"] * burst.invariant)
+        if getattr(args, "heterogeneous_layers_config_encoded_json", None):
+            patches.apply("layers")
+        flags.log_attention_backend(args)
     else:
         _hint_at_burst(args)
     _warn_of_sums(args)
@@ -194,7 +194,7 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     if getattr(args, "burst_log", None):
         patches.apply("log")
     if has_loss:
-        patches.apply("loss", given=(FusedLossConfig.from_args(args), False))
+        patches.apply("loss", arguments=(FusedLossConfig.from_args(args), False))
     return validated
 
 
@@ -202,8 +202,8 @@ def _refuse_yaml() -> None:
     """Refuse burst with a YAML file, which replaces the parsed command line."""
     words = sys.argv[1:]
     has_yaml = any(word.partition("=")[0] == "--yaml-cfg" for word in words)
-    own = any(word.startswith("--burst-") for word in words)
-    if has_yaml and (own or {"burst", "--context-parallel-impl=burst"} & set(words)):
+    has_own = any(word.startswith("--burst-") for word in words)
+    if has_yaml and (has_own or {"burst", "--context-parallel-impl=burst"} & set(words)):
         raise BurstError(f"{FLAG}: cannot run with --yaml-cfg, because Megatron then ignores the "
                          "command line; got --yaml-cfg; pass the file's values as "
                          "flags")  # fmt: skip
@@ -211,10 +211,8 @@ def _refuse_yaml() -> None:
 
 def _hint_at_burst(args: Namespace) -> None:
     """Warn about what Megatron does not check: its ranks attend within their own rows."""
-    local = getattr(args, "transformer_impl", None) == "local"
-    alone = args.context_parallel_size == 1 or names_burst(args.cp_comm_type)
-    if local and not alone and args.rank == 0:
-        size = args.context_parallel_size
+    is_local, size = getattr(args, "transformer_impl", None) == "local", args.context_parallel_size
+    if is_local and size > 1 and not names_burst(args.cp_comm_type) and args.rank == 0:
         log_message("Megatron's local attention: the context parallel size must be 1, because this "
                     f"attention only attends within a rank; got --context-parallel-size {size}; "
                     f"pass {FLAG}, or install transformer-engine")  # fmt: skip
@@ -223,8 +221,8 @@ def _hint_at_burst(args: Namespace) -> None:
 def _hint_at_kept(args: Namespace) -> None:
     """Log whose results are kept where burst is not selected: perhaps its flag was forgotten."""
     size = args.context_parallel_size
-    burst = flags.wants_burst(args) or names_burst(args.cp_comm_type)
-    if size > 1 and args.rank == 0 and not burst:
+    runs_burst = flags.wants_burst(args) or names_burst(args.cp_comm_type)
+    if size > 1 and args.rank == 0 and not runs_burst:
         log_message(f"{KEEP_FLAG}: burst attention is not selected, so results of Megatron's own "
                     f"attention are kept; got --context-parallel-size {size} without {FLAG}; pass "
                     "that flag to run burst")  # fmt: skip
@@ -251,12 +249,13 @@ def at_any_cp_size(post_init, /, self) -> None:
     Raises:
         BurstError: for what Megatron asserts besides.
     """
-    lifted = names_burst(self.cp_comm_type) and self.batch_invariant_mode
-    self.batch_invariant_mode = self.batch_invariant_mode and not lifted
+    if not (names_burst(self.cp_comm_type) and self.batch_invariant_mode):
+        post_init(self)
+        return
+    self.batch_invariant_mode = False
     post_init(self)
-    self.batch_invariant_mode = self.batch_invariant_mode or lifted
-    if lifted:
-        refuse("invariant", self, FLAG)
+    self.batch_invariant_mode = True
+    refuse("invariant", self, FLAG)
 
 
 def compile_unless_built(compile_helpers) -> None:

@@ -28,7 +28,7 @@ def burst_config_of(config: Any) -> BurstConfig:
     burst = getattr(config, "burst", None)
     if burst is None:
         burst = BurstConfig.from_args(with_environment(arguments.global_args() or Namespace()))
-    return arguments.with_attention_backend(burst, *arguments.attention_kernel_of(config))
+    return arguments.with_attention_backend(burst, config)
 
 
 def with_environment(args: Namespace) -> Namespace:

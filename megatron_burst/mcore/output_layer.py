@@ -80,13 +80,8 @@ class LazyLogits:
 
 def inside[T](layer: tensor_parallel.ColumnParallelLinear, work: Callable[[Tensor, Tensor], T],
               hidden: Tensor, weight: Tensor | None) -> T:  # fmt: skip
-    """`work(hidden, weight)` as the forward of an output layer, with all hooks of its call.
-
-    `weight`: as in a call of the layer; None: its own.
-
-    Raises:
-        BurstError: if the weight is sharded nevertheless, as it belongs to another module.
-    """
+    """`work(hidden, weight)` as the forward of an output layer, with all hooks of its call;
+    `weight`: as in a call of the layer, None: its own."""
     before = vars(layer).get("forward")
 
     def forward(hidden: Tensor, weight: Tensor | None = None) -> T:
@@ -127,19 +122,12 @@ class HeadMask:
 
     Megatron divides by a rank's own number of them, up to the commit d98e8a6 of main
     (core/transformer/multi_token_prediction.py:885, 891), and then averages over ranks.
-
-    Attributes:
-        mask: [b, s], shifted as the head's labels are.
-        local: this rank's number of labels.
-        total: that of all ranks.
-        main: that of the main head, on all ranks.
-        ranks: how many there are.
     """
 
-    mask: Tensor
-    local: Tensor
-    total: Tensor
-    main: Tensor
+    mask: Tensor  # [b, s], shifted as the head's labels are
+    local: Tensor  # this rank's number of labels
+    total: Tensor  # that of all ranks
+    main: Tensor  # that of the main head, on all ranks
     ranks: int
 
     def normalize(self, losses: Tensor, config: Any) -> Tensor:
@@ -167,7 +155,7 @@ def masks_of_heads(mask: Tensor, heads: int, group: dist.ProcessGroup, packed_se
             masks[-1], shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed_seq_params
         )
         masks.append(rolled)
-    local = torch.stack([each.sum() for each in masks])
+    local = torch.stack([mask.sum() for mask in masks])
     total = local.clone()
     dist.all_reduce(total, group=group)
     for head in range(1, 1 + heads):

@@ -57,19 +57,19 @@ def format_of(params: PackedSeqParams | None, tokens: int, samples: int) -> str 
     Parameters in Megatron's usual format without boundaries only set a group, and Megatron's VLM
     passes those of `samples` whole rows of `tokens` (models/multimodal/context_parallel.py:91).
     """
-    if params is None or (params.qkv_format == "sbhd" and _are_rows(params, tokens, samples)):
+    if params is None:
         return None
-    return str(params.qkv_format)
 
-
-def _are_rows(params: PackedSeqParams, tokens: int, samples: int) -> bool:
     def end_rows(ends: Tensor) -> bool:
         rows = torch.arange(samples + 1, dtype=ends.dtype, device=ends.device) * tokens
         return ends.shape == rows.shape and bool((ends == rows).all())
 
-    boundaries = params.cu_seqlens_q, params.cu_seqlens_q_padded
-    return all(found_once(partial(end_rows, ends), ("rows", tokens, samples), ends)
-               for ends in boundaries if ends is not None)  # fmt: skip
+    boundaries = [params.cu_seqlens_q, params.cu_seqlens_q_padded]
+    is_unpacked = params.qkv_format == "sbhd" and all(
+        cached(partial(end_rows, ends), ("rows", tokens, samples), ends)
+        for ends in boundaries if ends is not None
+    )  # fmt: skip
+    return None if is_unpacked else str(params.qkv_format)
 
 
 def group_of(params: PackedSeqParams | None, cp_group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -125,8 +125,8 @@ def is_sharded_whole(params: PackedSeqParams) -> bool:
     """Whether this sample is: from Megatron's #6912 on, pretrain_hybrid.py pads each document and
     shards it on its own, and only the padded boundaries say so."""
     is_padded = params.cu_seqlens_q_padded is not None
-    each = is_padded or getattr(params, "pad_between_seqs", None) is not None
-    return shards_whole_sample() and not each
+    is_padded = is_padded or getattr(params, "pad_between_seqs", None) is not None
+    return shards_whole_sample() and not is_padded
 
 
 def forget_boundaries_of_shard(group: dist.ProcessGroup) -> None:
@@ -147,16 +147,16 @@ def _alike(q: Tensor | None, kv: Tensor | None) -> bool:
         return True
     if q is None or q.shape != kv.shape:
         return False
-    return found_once(lambda: bool((q == kv.to(q.device)).all()), "alike", q, kv)
+    return cached(lambda: bool((q == kv.to(q.device)).all()), "alike", q, kv)
 
 
-def found_once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) -> T:
-    """The cached result of `find` for these boundaries on the current stream; the entry also holds
-    the boundaries, to recognize them."""
-    key = what, Placement.of(boundaries[0]), *map(identity, boundaries)
+def cached[T](compute: Callable[[], T], name: Hashable, *boundaries: Tensor) -> T:
+    """The result of `compute` for these boundaries on the current stream. The entry also holds the
+    boundaries, to recognize them."""
+    key = name, Placement.of(boundaries[0]), *map(identity, boundaries)
     entry = _RESULTS.recent(key)
     if entry is None:
-        entry = _RESULTS[key] = find(), boundaries
+        entry = _RESULTS[key] = compute(), boundaries
     return entry[0]
 
 
@@ -164,14 +164,12 @@ def found_once[T](find: Callable[[], T], what: Hashable, *boundaries: Tensor) ->
 
 
 def follow_groups(layer: torch.nn.Module) -> bool:
-    """Make an attention layer apply RoPE to packed samples over a micro-batch's own group.
+    """Make an attention layer apply RoPE to packed samples over a micro-batch's own group; whether
+    it does.
 
     Megatron applies it over the layer's group (transformer/attention.py:1505), which is swapped
-    while the layer's forward runs.
-
-    Returns:
-        whether it does: not with CUDA graphs, which Megatron makes only of layers without hooks
-        (transformer/cuda_graphs.py:1964).
+    while the layer's forward runs. Not with CUDA graphs, which Megatron makes only of layers
+    without hooks (transformer/cuda_graphs.py:1964).
     """
     if any(getattr(layer.config, name, None) not in (None, *OFF) for name in CUDA_GRAPHS):
         return False
@@ -254,9 +252,9 @@ def consecutive_part(cp_group: dist.ProcessGroup, size: int) -> dist.ProcessGrou
         return group_of_one()
     parts = _PARTS.setdefault(cp_group, {})
     if size not in parts:
-        ranks, first = dist.get_process_group_ranks(cp_group), cp_group.rank() // size * size
-        mine = ranks[first : first + size]
-        parts[size] = dist.new_group(mine, use_local_synchronization=True)
+        first = cp_group.rank() // size * size
+        ranks = dist.get_process_group_ranks(cp_group)[first : first + size]
+        parts[size] = dist.new_group(ranks, use_local_synchronization=True)
     return parts[size]
 
 
@@ -266,27 +264,18 @@ def consecutive_part(cp_group: dist.ProcessGroup, size: int) -> dist.ProcessGrou
 def partitioned_indices(
     cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
 ) -> Tensor:
-    """Rows of a packed sample that a rank holds: chunks r and 2P-1-r of every document.
+    """Rows of a packed sample that a rank holds: chunks r and 2P-1-r of every document; int32
+    [total_tokens / world_size], on the device of `cu_seqlens`.
 
-    Equal to TransformerEngine's `thd_get_partitioned_indices`, on any device.
-
-    Args:
-        cu_seqlens: int32 [documents + 1], where documents begin, and the last one's end.
-        total_tokens: of the sample; rows after the last document count as part of it.
-        world_size: ranks of the context-parallel group.
-        rank: whose rows to return.
-
-    Returns:
-        int32 [total_tokens / world_size], on the device of `cu_seqlens`.
-
-    Raises:
-        BurstError: if documents cannot be split into chunks, as far as the CPU knows.
+    Equal to TransformerEngine's `thd_get_partitioned_indices`, on any device. `cu_seqlens`, int32
+    [documents + 1], says where documents begin, and the last one ends; rows after that count as
+    part of it. Refuses documents that cannot be split into chunks, as far as the CPU knows.
     """
     pieces, on_cpu = 2 * world_size, cu_seqlens.device.type == "cpu"
-    cut = not on_cpu or not bool((cu_seqlens % pieces).any())
+    are_padded = not on_cpu or not bool((cu_seqlens % pieces).any())
     ends = f"boundaries {cu_seqlens[:8].tolist()} of " if on_cpu else ""
     require("packed samples", [(
-        cut and total_tokens % pieces == 0,
+        are_padded and total_tokens % pieces == 0,
         f"each document must be padded to a multiple of {pieces} tokens, because each of "
         f"{world_size} ranks holds two chunks of it",
         f"{ends}{total_tokens} tokens", "pad the documents",
@@ -306,12 +295,12 @@ def partitioned_indices(
 
 def shard_without_te(shard, /, batch, cp_group):
     """Shards each document of a batch, by row indices from TransformerEngine, else from burst."""
-    theirs, ours = utils.tex, SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
-    utils.tex = theirs or ours
+    extension = utils.tex
+    utils.tex = extension or SimpleNamespace(thd_get_partitioned_indices=partitioned_indices)
     try:
         return shard(batch, cp_group)
     finally:
-        utils.tex = theirs
+        utils.tex = extension
 
 
 def rotate_anywhere(
@@ -331,12 +320,12 @@ def rotate_anywhere(
 def _positions(cu_seqlens: Tensor, tokens: int, group, by_document: bool) -> Tensor:
     """Positions of this rank's rows, in the sample or in their documents."""
 
-    def find() -> Tensor:
+    def compute() -> Tensor:
         places = places_in_zigzag(tokens, group).to(cu_seqlens.device)
         return in_documents(places, cu_seqlens if by_document else None)
 
-    what = "positions", tokens, group.rank(), group.size(), by_document
-    return found_once(find, what, cu_seqlens)
+    name = "positions", tokens, group.rank(), group.size(), by_document
+    return cached(compute, name, cu_seqlens)
 
 
 def places_in_zigzag(tokens: int, group: dist.ProcessGroup) -> Tensor:

@@ -2,8 +2,7 @@
 
 A row says what is replaced, by what, its signature in 0.19.2, and why. `RELEASES` and
 `OTHER_FORMS` have what differs in other releases. Line numbers in `why` are of the 0.19.2 wheel,
-below megatron/.
-`patching.undo_all` restores all of it.
+below megatron/. `patching.undo_all` restores all of it.
 """
 
 import functools
@@ -133,50 +132,46 @@ def rows(*groups: str) -> tuple[Patch, ...]:
 
 
 def there(patches: Iterable[Patch]) -> tuple[Patch, ...]:
-    """Those whose place this Megatron has."""
-    return tuple(filter(_is_there, patches))
-
-
-def _is_there(patch: Patch) -> bool:
-    """Whether this release has the place, with TransformerEngine or without as the patch says; a
-    wheel without megatron.training has none there."""
+    """Those whose place this Megatron has: in this release, with TransformerEngine or without as
+    the patch says, and with megatron.training where that holds it."""
     megatron = find_megatron()
     if megatron is None:
-        return True  # `apply` reports it
-    first, last = patch.releases
-    trains = megatron.training is not None or not patch.module.startswith("megatron.training")
-    if not (first <= minor(megatron.version) <= last and trains):
-        return False
-    return patch.te is None or patch.te == importlib.import_module(_TE).HAVE_TE
+        return tuple(patches)  # `apply` reports it
+
+    def is_there(patch: Patch) -> bool:
+        first, last = patch.releases
+        has_module = megatron.training or not patch.module.startswith("megatron.training")
+        if not (first <= minor(megatron.version) <= last and has_module):
+            return False
+        return patch.te is None or patch.te == importlib.import_module(_TE).HAVE_TE
+
+    return tuple(filter(is_there, patches))
 
 
-def apply(*groups: str, given: tuple[Any, ...] = ()) -> None:
-    """Apply the patches of groups. Idempotent.
-
-    Args:
-        groups: names in the table.
-        given: passed to the replacements, after the originals.
+def apply(*groups: str, arguments: tuple[Any, ...] = ()) -> None:
+    """Apply the patches of groups, with arguments that go to the replacements after the originals.
+    Idempotent.
 
     Raises:
         BurstError: if Megatron or torch differs from what the table was written for.
     """
     for patch in rows(*groups):
-        patch.apply(*given)
+        patch.apply(*arguments)
 
 
-def apply_when_imported(*groups: str, given: tuple[Any, ...] = ()) -> None:
+def apply_when_imported(*groups: str, arguments: tuple[Any, ...] = ()) -> None:
     """Apply the patches of groups, each as soon as its module is imported.
 
     One that does not fit is skipped with a log line: whoever imports the module may not want burst
     at all.
     """
     for patch in rows(*groups):
-        on_undo(when_imported(patch.module, functools.partial(_try, patch, given)))
+        on_undo(when_imported(patch.module, functools.partial(_try, patch, arguments)))
 
 
-def _try(patch: Patch, given: tuple[Any, ...]) -> None:
+def _try(patch: Patch, arguments: tuple[Any, ...]) -> None:
     try:
-        patch.apply(*given)
+        patch.apply(*arguments)
     except BurstError as error:
         log_message(str(error), logging.WARNING)
 
@@ -186,7 +181,7 @@ def switch_on_keep(burst: BurstConfig) -> None:
     if burst.keep != "none":
         apply("checkpoints", "keep")
     if burst.offloads_inputs:
-        apply("inputs", given=(burst.keep_host_gib,))
+        apply("inputs", arguments=(burst.keep_host_gib,))
 
 
 def patches_of(
@@ -194,14 +189,8 @@ def patches_of(
     releases: Mapping[str, Releases] = RELEASES,
     forms: Mapping[str, Mapping[str, str]] = OTHER_FORMS,
 ) -> Iterator[Patch]:  # fmt: skip
-    """The patches of some rows.
-
-    Args:
-        rows: (group, place, becomes, parameters, why).
-        te: as in `Patch`.
-        releases: first and last release by place, where not all have it.
-        forms: parameters in other releases, by place.
-    """
+    """The patches of rows (group, place, becomes, parameters, why). By place, `releases` are the
+    first and last that have it, if not all do, and `forms` the parameters in other releases."""
     for group, place, becomes, parameters, why in rows:
         yield Patch(group, place, becomes, tuple(parameters.split()), why,
                     package=place.partition(".")[0].replace("megatron", "megatron-core"), te=te,
@@ -288,10 +277,10 @@ TABLE: tuple[Patch, ...] = (
          f"{_MCORE}.keep.kept_modules:counted_once", "self point tokens_per_expert",
          "waits for the GPU in recomputation too, which then runs no kernel until the CPU has "
          "launched the experts' (core/transformer/moe/token_dispatcher.py:913)"),
-        # applied by --burst-keep-offload inputs; given: limit in GiB
+        # applied by --burst-keep-offload inputs; arguments: limit in GiB
         ("inputs", f"{_CORE}.tensor_parallel:checkpoint", f"{_MCORE}.keep.recompute:inputs_on_host",
          "function distribute_saved_activations args", _INPUTS),
-        # applied by --burst-fused-loss; given: its configuration
+        # applied by --burst-fused-loss; arguments: its configuration
         ("loss", GPT, f"{_MCORE}.fused_loss:build_with_loss", f"{GPT_HEAD} {GPT_TAIL}", _BUILT),
         *(("loss", place, f"{_MCORE}.fused_loss:build_with_loss",
            f"self config {spec} {_HYBRID}", _BUILT)

@@ -41,7 +41,7 @@ class Refusal:
     allowed: Container[object] | Callable[[Any, Options], bool]
     why: str  # the other values are refused
     change: str | Callable[[Options], str] = "leave it out"  # what to do
-    asked: str = ""  # the option in words; if empty, the argument as a flag
+    option: str = ""  # the option in words; if empty, the argument as a flag
     # template of what was got, with `{value}`, `{words}` (of a list) and `{o.other_argument}`; if
     # empty, the argument and its value
     got: str = ""
@@ -49,7 +49,7 @@ class Refusal:
     @property
     def named(self) -> str:
         """The option, as a user writes it."""
-        return self.asked or f"--{self.argument.replace('_', '-')}"
+        return self.option or f"--{self.argument.replace('_', '-')}"
 
     def value_in(self, options: Options) -> object | None:
         """The value if it is refused (by name if an enum, "None" if missing), else None."""
@@ -132,10 +132,10 @@ def _selective(o: Options) -> bool:
     return kind == "selective" or (not kind and getattr(o, "recompute_activations", False))
 
 
-def _on_gpus(name: str, needed: str, allowed: Container[object] = OFF, asked: str = "") -> Refusal:
+def _on_gpus(name: str, needed: str, allowed: Container[object] = OFF, option: str = "") -> Refusal:
     """A row for CPU mode."""
     why, change = f"only GPUs have {needed}", "leave it out, or run on GPUs"
-    return Refusal("cpu", name, allowed, why, change, asked)
+    return Refusal("cpu", name, allowed, why, change, option)
 
 
 CUDA_GRAPHS = "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"  # by release
@@ -239,7 +239,7 @@ TABLE: tuple[Refusal, ...] = (
         "nested rings need equally many ranks on each node, so the number of nodes must divide the "
         "context parallel size",
         lambda o: f"choose among the divisors of {o.context_parallel_size}",
-        asked="this --burst-tune",
+        option="this --burst-tune",
         got="--burst-tune nodes={value} and --context-parallel-size {o.context_parallel_size}"),
     Refusal("run", "hierarchical_context_parallel_sizes", OFF,
         "burst finds out itself which ranks share a node",
@@ -256,7 +256,7 @@ TABLE: tuple[Refusal, ...] = (
         "its kernels count elements in 32 bits, and read out of bounds if a rank's Q, K and V have "
         "over 2^31 elements",
         "pass --no-rope-fusion, or train with more context or tensor parallel ranks",
-        asked="fused RoPE",
+        option="fused RoPE",
         got="apply_rope_fusion={value} with --seq-length {o.seq_length}, --micro-batch-size "
         "{o.micro_batch_size}, {o.num_attention_heads} query heads, and context and tensor "
         "parallel sizes {o.context_parallel_size} and {o.tensor_model_parallel_size}"),
@@ -265,7 +265,7 @@ TABLE: tuple[Refusal, ...] = (
         "projections of a whole sample have over 2^31 elements",
         "train with more context or tensor parallel ranks, or with a mamba_ssm that counts in 64 "
         "bits",
-        asked="Mamba layers",
+        option="Mamba layers",
         got="--seq-length {o.seq_length}, --micro-batch-size {o.micro_batch_size}, "
         "--mamba-state-dim {value}, --mamba-head-dim {o.mamba_head_dim}, --mamba-num-groups "
         "{o.mamba_num_groups}, and context and tensor parallel sizes {o.context_parallel_size} and "
@@ -334,42 +334,42 @@ TABLE: tuple[Refusal, ...] = (
     # what Megatron itself asserts of one context-parallel rank (core/transformer/
     # transformer_config.py:2875), and burst of several
     Refusal("invariant", "attention_backend", ("flash",), "rollouts run FlashAttention",
-        "pass --attention-backend flash", asked="batch-invariant kernels and other attention"),
+        "pass --attention-backend flash", option="batch-invariant kernels and other attention"),
     Refusal("invariant", "flash_attention_version",
         lambda version, o: version == 4 or not getattr(o, "batch_invariant_mode", False),
         "training and rollouts must run one kernel with fixed splits, and burst has no "
         "FlashAttention but 4 (3 was never measured)",
         "pass --flash-attention-version 4, also to the rollouts",
-        asked="batch-invariant kernels and any other FlashAttention"),
+        option="batch-invariant kernels and any other FlashAttention"),
     Refusal("attention", "transformer_impl", ("local", "transformer_engine"),
         "only local and transformer_engine have layers to train with",
         "pass --transformer-impl transformer_engine"),
     *(Refusal("attention keep", name, OFF, "burst has no fp8 kernels and does not keep fp8 scales",
-              "switch it off", asked="fp8 attention")
+              "switch it off", option="fp8 attention")
       for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")),
     Refusal("attention", "attention_type", ("self",), "Megatron does not shard a second sequence",
-        _WITHOUT, asked="attention other than self-attention"),
-    Refusal("attention", "attn_mask_type", _MASKS, _OTHER_MASKS, _WITHOUT, asked="this mask"),
+        _WITHOUT, option="attention other than self-attention"),
+    Refusal("attention", "attn_mask_type", _MASKS, _OTHER_MASKS, _WITHOUT, option="this mask"),
     Refusal("backend", "attention_backend", ("auto", "flash", "fused", "unfused"),
         "it is Megatron's own attention, which burst replaces",
         "leave it out, or pass unfused for attention in plain PyTorch"),
     # a call of burst attention
     Refusal("call", "attention_mask", (),
         "causal attention needs no mask tensor, and other masks are not supported", _NO_MASK,
-        asked="a mask tensor", got="one of shape {value}"),
+        option="a mask tensor", got="one of shape {value}"),
     Refusal("call", "attention_bias", (), "burst's kernels add no bias",
-        "use a position embedding such as rope", asked="an attention bias",
+        "use a position embedding such as rope", option="an attention bias",
         got="one of shape {value}"),
     Refusal("call", "packed_seq_params", ("thd",), "documents are separated in the format thd only",
-        "pass packed_seq_params with qkv_format thd", asked="these packed sequences",
+        "pass packed_seq_params with qkv_format thd", option="these packed sequences",
         got="qkv_format={value}"),
     Refusal("call", "attn_mask_type",
         lambda mask, o: mask in (_MASKS if getattr(o, "packed_seq_params", None) == "thd"
                                  else _MASKS[:2]),
         f"{_OTHER_MASKS}, and padding is supported in packed samples only",
-        "use a causal mask without padding, or pass packed_seq_params", asked="this mask"),
+        "use a causal mask without padding, or pass packed_seq_params", option="this mask"),
     Refusal("packed", "cu_seqlens_q", (), "cu_seqlens_q says where documents begin",
-        "pass packed_seq_params with cu_seqlens_q", asked="packed sequences without boundaries"),
+        "pass packed_seq_params with cu_seqlens_q", option="packed sequences without boundaries"),
     Refusal("packed", "cu_seqlens_kv", (), "queries and keys must come from the same tokens",
         "pass cu_seqlens_q as cu_seqlens_kv too, and likewise for the padded "
         "boundaries", _OTHER_KEYS),
@@ -378,27 +378,27 @@ TABLE: tuple[Refusal, ...] = (
         "each document is assumed to be sharded on its own, in zigzag order", "leave it out"),
     Refusal("packed", "local_cp_size", lambda size, o: size in (None, o.cp_group_size),
         "local_cp_size must be the size of the micro-batch's cp_group, or 1 without one",
-        "pass both", asked="this group",
+        "pass both", option="this group",
         got="local_cp_size={value} and a cp_group of {o.cp_group_size}"),
     Refusal("packed", "keep", lambda keep, o: keep != "auto",
         "all ranks of a group must keep the same, and only the ranks of the layer's own group have "
-        "agreed on a choice", f"pass {KEEP_FLAG} all", asked="keep=auto",
+        "agreed on a choice", f"pass {KEEP_FLAG} all", option="keep=auto",
         got="keep={value} and a group of the micro-batch's own ({o.cp_group_size} ranks)"),
     Refusal("packed", "mtp_num_layers", (0,),
         "Megatron shifts the tokens of multi-token prediction over the model's own group",
-        "leave one of them out", asked="multi-token prediction",
+        "leave one of them out", option="multi-token prediction",
         got="mtp_num_layers={value} and a group of the micro-batch's own ({o.cp_group_size} "
         "ranks)"),
     Refusal("cache", "key_tokens", lambda tokens, o: tokens == o.query_tokens and not o.engine,
         "KV caches are not supported: queries and keys must come from the same tokens, in "
         "training or evaluation", "generate with a model built with --context-parallel-size 1",
-        asked="keys of a cache", got="{o.query_tokens} query and {value} key tokens in {o.place}"),
+        option="keys of a cache", got="{o.query_tokens} query and {value} key tokens in {o.place}"),
     # keeping, and offloaded inputs
     Refusal("recompute", "recompute_granularity",
         lambda value, o: value is not None or getattr(o, "recompute_activations", False),
         "results are kept for recomputation only",
         "pass --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        asked="all activations saved", got="no --recompute-granularity"),
+        option="all activations saved", got="no --recompute-granularity"),
     Refusal("keep", "recompute_modules",
         lambda modules, o: not modules or "core_attn" in modules or not _selective(o),
         "results can only be kept if attention is recomputed",
@@ -425,7 +425,7 @@ TABLE: tuple[Refusal, ...] = (
         "pass --recompute-granularity full, or leave keep_modules out"),
     *(Refusal("modules", f"fp{bits}", OFF,
         "quantized modules pair a first pass with its recomputation themselves",
-        "leave keep_modules out", asked=f"--fp{bits}-format") for bits in (8, 4)),
+        "leave keep_modules out", option=f"--fp{bits}-format") for bits in (8, 4)),
     *(Refusal("modules", name, OFF, "a module in a CUDA graph is not called in a checkpoint",
         "leave one of them out") for name in CUDA_GRAPHS),
     Refusal("modules", "moe_enable_routing_replay",
@@ -436,7 +436,7 @@ TABLE: tuple[Refusal, ...] = (
         lambda names, o: KEEP_MODULES.issuperset(names or ())
         and (not _keeps_dispatch(o) or "router" in names),
         "only some modules can be kept, and token_dispatch, which waits for the number of tokens, "
-        "only with the router", f"name {', '.join(sorted(KEEP_MODULES))}", asked="keep_modules",
+        "only with the router", f"name {', '.join(sorted(KEEP_MODULES))}", option="keep_modules",
         got="{value}"),
     Refusal("modules", "moe_token_dispatcher_type",
         lambda kind, o: kind in (None, "alltoall") or not _keeps_dispatch(o),
@@ -447,7 +447,7 @@ TABLE: tuple[Refusal, ...] = (
         lambda ranks, o: ranks != 1 or not _keeps_dispatch(o), "a single rank sends no tokens",
         _NO_DISPATCH),
     Refusal("own", "keep", ("none", "all"), "only burst's attention can reshard rows",
-        f"pass {KEEP_FLAG} all, or {FLAG}", asked="half of the rows",
+        f"pass {KEEP_FLAG} all, or {FLAG}", option="half of the rows",
         got="Megatron's own attention in layer {o.layer_number}"),
     # the fused loss
     Refusal("head", "burst_loss_grads",
@@ -468,18 +468,18 @@ TABLE: tuple[Refusal, ...] = (
     Refusal("loss", "modelopt_enabled", OFF, "it replaces the output layer"),
     Refusal(
         "head", "output_layer", (), "only Megatron's ColumnParallelLinear computes these logits",
-        f"leave {LOSS_FLAG} out", asked="this output layer", got="{value}"),
-    Refusal("head", "bias", OFF, "the loss adds no bias", asked="a bias of the output layer"),
+        f"leave {LOSS_FLAG} out", option="this output layer", got="{value}"),
+    Refusal("head", "bias", OFF, "the loss adds no bias", option="a bias of the output layer"),
     Refusal("head", "parallel_output", (True,), "there are no logits to gather", "leave that out",
-        asked="logits that are gathered"),
+        option="logits that are gathered"),
     Refusal("head", "gtp_remat_size", (1,), "the output layer's weight is read without "
                                             "gathering it",
-        "leave that out", asked="a weight that is sharded over other ranks"),
+        "leave that out", option="a weight that is sharded over other ranks"),
     Refusal("head", "disable_grad_reduce", OFF,
-        "the fused loss itself reduces the hidden states' gradients", asked="disable_grad_reduce"),
+        "the fused loss itself reduces the hidden states' gradients", option="disable_grad_reduce"),
     # CPU mode
-    _on_gpus("fp8", "8-bit kernels", asked="--fp8-format"),
-    _on_gpus("fp4", "4-bit kernels", asked="--fp4-format"),
+    _on_gpus("fp8", "8-bit kernels", option="--fp8-format"),
+    _on_gpus("fp4", "4-bit kernels", option="--fp4-format"),
     _on_gpus("tp_comm_overlap", "TransformerEngine's layers"),
     _on_gpus("moe_token_dispatcher_type", "all-to-alls by DeepEP or HybridEP",
              ("allgather", "alltoall")),

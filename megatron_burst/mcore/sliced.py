@@ -96,9 +96,8 @@ class SlicedSeqParams(PackedSeqParams):
 
 def check_placed(params: PackedSeqParams | None) -> None:
     """Refuse positions that no rotary embedding of the model has used."""
-    unused = getattr(params, "positions", None) is not None and not params.are_placed
     require(WHO, [(
-        not unused,
+        getattr(params, "positions", None) is None or params.are_placed,
         "positions must go to a model with Megatron's RoPE or YaRN, because learned positions and "
         "mrope come from the model's position_ids",
         "a model that made no table of positions",
@@ -125,9 +124,10 @@ def length_with_positions(length_of, /, self, inference_context, transformer, tr
     the table; it is the first to see the parameters."""
     tensors, params = (transformer, transformer_input, transformer_config), packed_seq_params
     if isinstance(params, SlicedSeqParams):
-        with reporting_errors(_group_of(self)):  # others would wait in their first layer
+        cp_group = _group_of(self)
+        with reporting_errors(cp_group):  # others would wait in their first layer
             tokens = length_of(self, None, *tensors) // transformer_config.context_parallel_size
-            tokens *= packed.group_of(params, _group_of(self)).size()
+            tokens *= packed.group_of(params, cp_group).size()
             require(WHO, _needs(params, type(self), transformer_config, tokens))
     length = length_of(self, inference_context, *tensors, params, **options)
     if getattr(params, "positions", None) is None:
@@ -149,7 +149,7 @@ def _needs(params: SlicedSeqParams, rotary: type, config: Any, tokens: int) -> I
     if places is None:
         return
     fits = holds_whole(places) and places.shape == (tokens,)
-    yield (fits and not packed.found_once(lambda: bool((places < 0).any()), "negative", places),
+    yield (fits and not packed.cached(lambda: bool((places < 0).any()), "negative", places),
            f"positions must be int32 or int64 [{tokens}] from 0 on, because each token of the "
            "sample has a position", "negative ones" if fits else kind_of(places),
            "pass the positions of the whole sample")  # fmt: skip
@@ -180,15 +180,16 @@ def _places(
     params: SlicedSeqParams, group: dist.ProcessGroup, where: Placement
 ) -> tuple[Tensor, int]:
     """Rows of the table, and how many it must have."""
-    whole, is_packed = params.positions, packed.is_packed(params)
+    positions, is_packed = params.positions, packed.is_packed(params)
 
-    def find() -> tuple[Tensor, int]:
-        mine = whole
+    def compute() -> tuple[Tensor, int]:
+        rows = positions
         if not is_packed:
-            mine = whole[packed.places_in_zigzag(len(whole) // group.size(), group)]
-        return mine.to(where.device, torch.int64), int(whole.max()) + 1
+            rows = rows[packed.places_in_zigzag(len(rows) // group.size(), group)]
+        return rows.to(where.device, torch.int64), int(positions.max()) + 1
 
-    return packed.found_once(find, ("placed", is_packed, group.rank(), group.size(), where), whole)
+    name = "placed", is_packed, group.rank(), group.size(), where
+    return packed.cached(compute, name, positions)
 
 
 def _group_of(rotary: RotaryEmbedding) -> dist.ProcessGroup:

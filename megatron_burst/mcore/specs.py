@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_burst.errors import BurstError
 from megatron_burst.imports import when_imported
 from megatron_burst.installed import find_megatron
-from megatron_burst.mcore import core_attention, patches
+from megatron_burst.mcore import core_attention, core_classes, patches
 from megatron_burst.mcore.args import global_args
 from megatron_burst.mcore.checks import WHO, check_layer, check_run
 from megatron_burst.mcore.options import burst_config_of
@@ -61,11 +61,11 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 def _check_by_spec(config: Any) -> None:
     """Refuse what works only with Megatron's and torch's functions replaced."""
     burst = burst_config_of(config)
-    asked = vars(global_args() or Namespace()) | dict(
+    options = vars(global_args() or Namespace()) | dict(
         mtp_num_layers=config.mtp_num_layers, burst_keep=burst.keep,
         burst_keep_offload=burst.keep_offload, has_te=HAVE_TE,
     )  # fmt: skip
-    refuse("spec", Namespace(**asked), "--spec megatron_burst.spec layer_spec")
+    refuse("spec", Namespace(**options), "--spec megatron_burst.spec layer_spec")
 
 
 def burst_spec(spec: Any) -> Any:
@@ -100,8 +100,8 @@ def _copy(node: Any, memo: dict[int, Any], cores: dict[type, type | None]) -> An
     """Copy the path to each core attention; `memo` keeps shared specs shared, `cores` collects core
     attentions, each with burst's replacement or None."""
     if isinstance(node, type):
-        core = core_attention.burst_core_of(node)
-        if core is not None or issubclass(node, tuple(core_attention.burst_replacements())):
+        core = core_classes.burst_core_of(node)
+        if core is not None or issubclass(node, tuple(core_classes.burst_replacements())):
             cores[node] = core
         if core is not None:
             _convert_alike(node, core)
@@ -125,7 +125,7 @@ def _copy(node: Any, memo: dict[int, Any], cores: dict[type, type | None]) -> An
 
 
 @functools.cache
-def _convert_alike(theirs: type, ours: type) -> None:
+def _convert_alike(replaced: type, core: type) -> None:
     """Make Megatron-Bridge convert our core attention's weights like those of the one it replaces.
 
     Its table lists class names (0.6.2, models/conversion/param_mapping.py:1409): an attention sink
@@ -135,8 +135,8 @@ def _convert_alike(theirs: type, ours: type) -> None:
     def register() -> None:
         mapping = sys.modules[_CONVERSION].AutoMapping
         for kind, names in getattr(mapping, "_MODULE_TYPE_REGISTRY", {}).items():
-            if theirs.__name__ in names:
-                mapping.register_module_type(ours.__name__, kind)
+            if replaced.__name__ in names:
+                mapping.register_module_type(core.__name__, kind)
 
     on_undo(_convert_alike.cache_clear)  # undone together with the import hook
     on_undo(when_imported(_CONVERSION, register))
@@ -212,7 +212,7 @@ def _with_burst(submodules, **layer) -> Any:
 def _check_core(core, config, layer_number, attn_mask_type, attention_type, **_) -> None:
     """Refuse a layer that should run burst but would build another core attention: a class; None:
     not known yet."""
-    if core is None or issubclass(core, tuple(core_attention.burst_replacements().values())):
+    if core is None or issubclass(core, tuple(core_classes.burst_replacements().values())):
         return
     check_layer(config, layer_number, attn_mask_type, attention_type, None)
     raise BurstError(f"{WHO}: the model's spec must name burst's core attention, Megatron's own, "

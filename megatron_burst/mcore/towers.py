@@ -22,7 +22,6 @@ from megatron_burst.errors import Need, require, unmet_needs
 
 WHO = "shard_towers"
 _NAMES = ("vision_model", "vision_tower", "visual")  # in LLaVAModel and in Megatron-Bridge
-_ENCODERS = "encoders"  # in Mimo's submodules of a modality
 # options with which a model shards images itself, or has another group in each micro-batch
 _OTHERS = ("vision_dp_when_cp", "vision_dp_over_cp", "vision_context_parallel",
            "hybrid_context_parallel", "dynamic_context_parallel")  # fmt: skip
@@ -81,7 +80,7 @@ def _towers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     encoders = {
         id(encoder) for module in model.modules() if isinstance(module, VisionModalitySubmodules)
-        for encoder in getattr(module, _ENCODERS).values()
+        for encoder in module.encoders.values()
     }  # fmt: skip
     outer = ""
     for path, module in model.named_modules():
@@ -106,17 +105,12 @@ def _of_model(chunks: list[nn.Module], towers: list[tuple[str, nn.Module]]) -> I
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a call of a tower.
+    """The images of a call of a tower."""
 
-    Attributes:
-        pixels: [n, channels, height, width] or [patches, ...].
-        grid: [n, 3], or None.
-        sizes: of each image along `pixels`, which is what computing it takes too: towers' linear
-            layers take longer than their attention.
-    """
-
-    pixels: Tensor
-    grid: Tensor | None
+    pixels: Tensor  # [n, channels, height, width] or [patches, ...]
+    grid: Tensor | None  # [n, 3]
+    # of each image along `pixels`, which is what computing it takes too: towers' linear layers take
+    # longer than their attention
     sizes: list[int]
 
     @classmethod
@@ -155,16 +149,16 @@ class ShardedForward:
     def __init__(self, path: str, forward: Any, group: dist.ProcessGroup | list[nn.Module],
                  by_frame: bool) -> None:  # fmt: skip
         functools.update_wrapper(self, forward)  # some callers read its signature
-        self._who, self._forward, self._given = f"{WHO}, {path}", forward, group
-        self._by_frame = by_frame
+        self._who, self._forward, self._by_frame = f"{WHO}, {path}", forward, by_frame
+        self._group_or_owner = group
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        """The group that is given, else that of the module that has one, else Megatron's."""
-        if not isinstance(self._given, list):
-            return self._given
-        own = [_own_group_of(module) for module in self._given]
-        return group_or_default((*own, parallel_state.get_context_parallel_group())[0], WHO)
+        """The group that was passed, else that of the module that has one, else Megatron's."""
+        if not isinstance(self._group_or_owner, list):
+            return self._group_or_owner
+        groups = [_own_group_of(module) for module in self._group_or_owner]
+        return group_or_default((*groups, parallel_state.get_context_parallel_group())[0], WHO)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The tower's output for all images; see `shard_towers`."""
@@ -189,8 +183,8 @@ class ShardedForward:
             rows = [images.rows_of(computed, x) if isinstance(x, Tensor) else None for x in leaves]
             require(self._who, _of_outputs(leaves, rows))
         places = [Places(group, shares, counts) for counts in rows]
-        mine = [x if own else x[:0] for x in leaves]
-        return tree_unflatten(list(_Gathered.apply(places, group, *mine)), spec)
+        shards = [x if own else x[:0] for x in leaves]
+        return tree_unflatten(list(_Gathered.apply(places, group, *shards)), spec)
 
     def _agree(
         self, values: tuple[Any, ...], group: dist.ProcessGroup
@@ -217,8 +211,7 @@ def _of_inputs(tensors: list[Tensor], values: tuple[Any, ...]) -> Iterator[Need]
     must = ("its inputs must be images [n, channels, height, width], or patches and their grid "
             "[n, 3], and plain options, because images are sharded one by one")  # fmt: skip
     change = "do not shard this tower"
-    others = [x for x in values if not isinstance(x, Tensor)]
-    yield all(isinstance(x, _PLAIN) for x in others), must, got, change
+    yield all(isinstance(x, Tensor | _PLAIN) for x in values), must, got, change
     yield 1 <= len(tensors) <= 2 and tensors[0].is_floating_point(), must, got, change
     if len(tensors) == 1:
         yield tensors[0].dim() == 4, must, got, change
@@ -256,32 +249,31 @@ class Places:
     def __init__(self, group: dist.ProcessGroup, shares: list[list[int]], rows: list[int]) -> None:
         self._group = group
         self._most = max(sum(rows[image] for image in images) for images in shares)
-        starts = [0] * len(rows)
+        self._own = sum(rows[image] for image in shares[group.rank()])
+        places: dict[int, Tensor] = {}  # by image
         for rank, images in enumerate(shares):
             start = rank * self._most
             for image in images:
-                starts[image], start = start, start + rows[image]
-        counts, begins = torch.tensor(rows), torch.tensor(starts)
-        within = torch.arange(sum(rows)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        self._index = begins.repeat_interleave(counts) + within
-        self._own = sum(rows[image] for image in shares[group.rank()])
+                places[image] = torch.arange(start, start + rows[image])
+                start += rows[image]
+        self._index = torch.cat([places[image] for image in range(len(rows))])
 
     def gather(self, x: Tensor) -> Tensor:
         """Rows of all images, from this rank's."""
         padded = x.new_zeros(self._most, *x.shape[1:])
         padded[: self._own] = x
-        everyones = x.new_empty(self._group.size() * self._most, *x.shape[1:])
-        dist.all_gather_into_tensor(everyones, padded, self._group)
-        return everyones.index_select(0, self._index.to(x.device))
+        gathered = x.new_empty(self._group.size() * self._most, *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, padded, self._group)
+        return gathered.index_select(0, self._index.to(x.device))
 
     def scatter(self, grad: Tensor) -> Tensor:
         """Gradients of this rank's rows, summed over ranks. Each row is a token of one rank, and
         zero elsewhere, so nothing is rounded."""
-        placed = grad.new_zeros(self._group.size() * self._most, *grad.shape[1:])
-        placed.index_copy_(0, self._index.to(grad.device), grad)
-        mine = grad.new_empty(self._most, *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, placed, group=self._group)
-        return mine[: self._own]
+        padded = grad.new_zeros(self._group.size() * self._most, *grad.shape[1:])
+        padded.index_copy_(0, self._index.to(grad.device), grad)
+        summed = grad.new_empty(self._most, *grad.shape[1:])
+        dist.reduce_scatter_tensor(summed, padded, group=self._group)
+        return summed[: self._own]
 
 
 class _Gathered(torch.autograd.Function):
@@ -300,6 +292,6 @@ class _Gathered(torch.autograd.Function):
         ctx.announce()
         needed = ctx.needs_input_grad[2:]
         return None, None, *(
-            place.scatter(grad) if wanted else None
-            for place, grad, wanted in zip(ctx.places, grads, needed, strict=True)
+            place.scatter(grad) if needs_grad else None
+            for place, grad, needs_grad in zip(ctx.places, grads, needed, strict=True)
         )  # fmt: skip

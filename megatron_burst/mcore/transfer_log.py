@@ -25,10 +25,11 @@ BYTES = {link: f"burst-attention-sent-{link}-bytes" for link in Link}
 
 def count_in_step(train_step, /, *args, **options) -> Any:
     """`train_step` that counts attention passes, and times them if Megatron logs the step."""
-    before = _argument(train_step, args, options, "iteration")
-    METER.begin_step(timed=before is not None and _is_logged(before + 1))
+    arguments = _arguments(train_step, args, options)
+    iteration = arguments.get("iteration")
+    METER.begin_step(timed=iteration is not None and _is_logged(iteration + 1))
     try:
-        with imbalance.PART.of_step(_argument(train_step, args, options, "config")):
+        with imbalance.PART.of_step(arguments.get("config")):
             return train_step(*args, **options)
     finally:
         METER.end_step()
@@ -37,7 +38,7 @@ def count_in_step(train_step, /, *args, **options) -> Any:
 def log_transfers(training_log, /, *args, **options) -> Any:
     """`training_log` that then logs attention's transfers in the step."""
     result = training_log(*args, **options)
-    iteration = _argument(training_log, args, options, "iteration")
+    iteration = _arguments(training_log, args, options)["iteration"]
     if _is_logged(iteration):
         _log_times(iteration)
         _log_bytes(iteration)
@@ -49,8 +50,8 @@ def _is_logged(iteration: int) -> bool:
     return iteration % global_vars.get_args().log_interval == 0
 
 
-def _argument(function: Callable, args: tuple, options: dict, name: str) -> Any:
-    return inspect.signature(function).bind(*args, **options).arguments.get(name)
+def _arguments(function: Callable, args: tuple, options: dict) -> dict[str, Any]:
+    return inspect.signature(function).bind(*args, **options).arguments
 
 
 def _log_times(iteration: int) -> None:

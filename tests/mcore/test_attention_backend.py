@@ -1,5 +1,7 @@
 """Megatron's --attention-backend selects burst's kernels."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
@@ -8,7 +10,7 @@ from megatron_burst.config import BurstConfig, Force
 from megatron_burst.errors import BurstError
 from megatron_burst.kernels.backends import backends, choose_backend
 from megatron_burst.kernels.interface import Problem
-from megatron_burst.mcore.args import with_attention_backend
+from megatron_burst.mcore import args
 from megatron_burst.mcore.options import burst_config_of
 from tests.mcore.gpt import config_of
 
@@ -17,6 +19,10 @@ MEANT = {
     AttnBackend.fused: ["cudnn"],
     AttnBackend.unfused: ["reference"],
 }
+
+
+def with_attention_backend(burst: BurstConfig, backend: AttnBackend | None) -> BurstConfig:
+    return args.with_attention_backend(burst, SimpleNamespace(attention_backend=backend))
 
 
 @pytest.mark.parametrize("asked", MEANT)

@@ -208,14 +208,14 @@ SAID = {  # by what is passed with --context-parallel-size 2: how lines end
 
 @pytest.mark.parametrize("flags", SAID)
 def test_what_megatron_gets_wrong_is_said_once_where_labels_are_masked(flags):
-    from megatron_burst.mcore.checks import say_if_counts_differ
+    from megatron_burst.mcore.checks import warn_if_counts_differ
 
     options = dict.fromkeys(("calculate_per_token_loss", "burst_fused_loss"), False)
     options |= dict.fromkeys(flags.split(), 1)
     log_message_once.cache_clear()
     with hearing() as lines:
         for size in (1, 2, 2):
-            say_if_counts_differ(Namespace(context_parallel_size=size, **options))
+            warn_if_counts_differ(Namespace(context_parallel_size=size, **options))
     assert [line.partition("; got ")[2].partition("; ")[2] for line in lines] == SAID[flags]
     assert all("--context-parallel-size 2" in line for line in lines)
 

@@ -52,15 +52,19 @@ def burst_class():
     """BurstTECoreAttention as defined where TransformerEngine is installed."""
     from megatron.core.extensions import transformer_engine
 
-    from megatron_burst.mcore import core_attention
+    from megatron_burst.mcore import core_attention, core_classes
 
     transformer_engine.HAVE_TE, transformer_engine.TEDotProductAttention = True, StandIn
-    return importlib.reload(core_attention)
+    importlib.reload(core_attention)
+    importlib.reload(core_classes)
+    return core_attention
 
 
 def signatures(rank):
     """Parameters of Megatron's wrapper, by method, from its source; burst's; the replacements."""
     module = burst_class()
+    from megatron_burst.mcore.core_classes import burst_replacements
+
     path = Path(inspect.getfile(importlib.import_module("megatron.core.extensions")))
     tree = ast.parse(path.with_name("transformer_engine.py").read_text())
     (wrapper,) = [
@@ -74,7 +78,7 @@ def signatures(rank):
         for name in theirs
     }
     stand_in = {name: list(inspect.signature(getattr(StandIn, name)).parameters) for name in theirs}
-    replaced = [(a.__name__, b.__name__) for a, b in module.burst_replacements().items()]
+    replaced = [(a.__name__, b.__name__) for a, b in burst_replacements().items()]
     return theirs, ours, stand_in, replaced
 
 

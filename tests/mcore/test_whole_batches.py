@@ -57,7 +57,7 @@ def with_a_longer_one(rank: int) -> tuple:
     with (
         mock.patch.object(recompute, "choose_modules", choosing),
         mock.patch.object(stage, "log_message", said.append),
-        mock.patch.object(recompute, "say_of_stage", said.append),
+        mock.patch.object(recompute, "log_of_stage", said.append),
     ):
         two_steps(case, Parallel(), AUTO)
         (here,) = stage._STAGES.values()

@@ -35,15 +35,14 @@ _ATTENTION = "core_attention"  # whose results "auto" keeps first
 _COUNTED = ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens",
             "num_global_tokens_per_local_expert", "d2h_event")  # fmt: skip
 _INPUTS = 64  # sizes whose choices are held
-_PREPARED = "burst_modules"  # attribute of a layer
 _WITHOUT = "recompute_granularity", "fp8", "fp4", *CUDA_GRAPHS  # what modules are not kept with
 
 
-def modules_of(layer: nn.Module) -> "LayerModules":
+def modules_of(layer: Any) -> "LayerModules":
     """The modules of a transformer layer; in its first call they are prepared."""
-    if not hasattr(layer, _PREPARED):
-        setattr(layer, _PREPARED, LayerModules(layer))
-    return getattr(layer, _PREPARED)
+    if not hasattr(layer, "burst_modules"):
+        layer.burst_modules = LayerModules(layer)
+    return layer.burst_modules
 
 
 def in_layer(forward: Callable[..., Any], /, self: nn.Module, *args: Any, **options: Any) -> Any:
@@ -71,21 +70,16 @@ def in_layer(forward: Callable[..., Any], /, self: nn.Module, *args: Any, **opti
 
 
 def _tensors_of(*arguments: Any) -> list[Tensor]:
-    """Those in any nesting."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 class LayerModules:
-    """The modules of one layer.
-
-    Attributes:
-        expected_bytes: that it should hold for backward in its block's running call, if it has no
-            checkpoint there; else 0.
-        options: of that call, which Megatron gives to layers in checkpoints only.
-    """
+    """The modules of one layer."""
 
     def __init__(self, layer: Any) -> None:
         self.config, self._number = layer.config, layer.layer_number
+        # without a checkpoint in its block's running call: bytes that it should hold for backward,
+        # and options of that call, which Megatron gives to layers in checkpoints only
         self.expected_bytes, self.options = 0, {}
         # by name: whether they are experts', and the modules
         self._modules: dict[str, list[tuple[bool, nn.Module]]] = defaultdict(list)
@@ -99,8 +93,10 @@ class LayerModules:
                 self.skipped.append(module)
             if name == _LAST or name in KEEP_MODULES:
                 module.forward = LayerModule(self, name, module.forward, module.parameters)
-            dispatcher = getattr(module, "token_dispatcher", None)
-            if _sends(dispatcher):
+            dispatcher: Any = getattr(module, "token_dispatcher", None)
+            # it sends tokens to other ranks, and results back, in calls that do nothing else
+            if (type(dispatcher) is MoEAlltoAllTokenDispatcher and dispatcher.ep_size > 1
+                    and dispatcher.shared_experts is None):  # fmt: skip
                 for call in (_DISPATCH, _COMBINE):
                     setattr(dispatcher, call, LayerModule(self, call, getattr(dispatcher, call)))
 
@@ -147,8 +143,8 @@ class LayerModules:
         runs, layers = running(), module_costs.layers_of(stage.models, self.config)
         layers.are_all |= any(run.recomputes for run in runs)
         layers.seen.add(self)
-        before = [layers.by_frame[run.frame] for run in runs if run.frame in layers.by_frame]
-        self._within = before[0] if before else self.chosen(stage, x)
+        earlier = [layers.by_frame[run.frame] for run in runs if run.frame in layers.by_frame]
+        self._within = earlier[0] if earlier else self.chosen(stage, x)
         for run in runs:
             layers.by_frame.setdefault(run.frame, self._within)
 
@@ -179,13 +175,6 @@ class LayerModules:
         return module_costs.costs_of(self._modules, self.config, x)
 
 
-def _sends(dispatcher: Any) -> bool:
-    """Whether tokens are sent to other ranks, and results back, in calls that do nothing else."""
-    if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
-        return False
-    return dispatcher.ep_size > 1 and dispatcher.shared_experts is None
-
-
 def _as_agreed(x: Tensor, stage: Stage, config: TransformerConfig) -> Tensor:
     """A layer's input, without data, of the first step's longest micro-batch on any rank, by which
     ranks of other sequences choose too; empty as long as they have not agreed."""
@@ -200,10 +189,8 @@ def _as_agreed(x: Tensor, stage: Stage, config: TransformerConfig) -> Tensor:
 
 
 class LayerModule:
-    """A module's forward, or another function of a layer, in checkpoints and outside.
-
-    `parameters`: those that it reads.
-    """
+    """A module's forward, or another function of a layer, in checkpoints and outside;
+    `parameters`: those that it reads."""
 
     def __init__(self, layer: LayerModules, name: str, forward: Callable[..., Any],
                  parameters: Callable[[], Iterable[Tensor]] = tuple) -> None:  # fmt: skip

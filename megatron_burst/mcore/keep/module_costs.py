@@ -18,22 +18,16 @@ ROUTER = "router"
 
 @dataclass(slots=True)
 class ModelLayers:
-    """A model's layers that ran in checkpoints.
+    """A model's layers that ran in checkpoints."""
 
-    Attributes:
-        config: the model's; of heterogeneous layers, which have one each, the first one's.
-        seen: the layers.
-        are_all: whether these are all: a backward begins when each has run, also in pipelines.
-        may_be_whole: whether the running block may leave out their checkpoints.
-        by_input: what is chosen for inputs of a size.
-        by_frame: what was in the first pass of a checkpoint's call, for the recomputation of that.
-    """
-
+    # of heterogeneous layers, which have one each, the first one's
     config: ReferenceType[TransformerConfig]
-    seen: WeakSet[Any] = field(default_factory=WeakSet)
-    are_all: bool = False
-    may_be_whole: bool = False
+    seen: WeakSet[Any] = field(default_factory=WeakSet)  # the layers
+    are_all: bool = False  # whether these are all: a backward begins when each has run
+    may_be_whole: bool = False  # whether the running block may leave out their checkpoints
+    # what is chosen for inputs of a size
     by_input: dict[tuple[Any, ...], dict[str, Placed]] = field(default_factory=dict)
+    # and what was in the first pass of a checkpoint's call, for the recomputation of that
     by_frame: WeakKeyDictionary[Frame, dict[str, Placed]] = field(default_factory=WeakKeyDictionary)
 
 
@@ -41,22 +35,23 @@ def layers_of(models: list[ModelLayers], config: TransformerConfig) -> ModelLaye
     """Those of a model, by its configuration; added if there are none. Models that are gone are
     forgotten."""
     for model in models:
-        theirs = model.config()
-        if theirs is config or _is_of_one_model(theirs, config):
+        model_config = model.config()
+        if model_config is config or _is_of_one_model(model_config, config):
             return model
     models[:] = [model for model in models if model.config() is not None]
     models.append(ModelLayers(ref(config)))
     return models[-1]
 
 
-def _is_of_one_model(one: TransformerConfig | None, other: TransformerConfig) -> bool:
+def _is_of_one_model(first: TransformerConfig | None, second: TransformerConfig) -> bool:
     """Whether two configurations are those of layers of one model: from Megatron's #6313 on, each
     layer of a HybridModel has a copy."""
-    if is_heterogeneous(one) and is_heterogeneous(other):
+    if is_heterogeneous(first) and is_heterogeneous(second):
         return True
-    sizes = ("is_hybrid_model", "num_layers", "hidden_size", "num_attention_heads")
-    mine, theirs = ([getattr(config, name, None) for name in sizes] for config in (other, one))
-    return hasattr(type(other), "from_config") and bool(mine[0]) and mine == theirs
+    names = ("is_hybrid_model", "num_layers", "hidden_size", "num_attention_heads")
+    sizes = [[getattr(config, name, None) for name in names] for config in (first, second)]
+    is_hybrid = getattr(second, "is_hybrid_model", False) and hasattr(type(second), "from_config")
+    return bool(is_hybrid) and sizes[0] == sizes[1]
 
 
 def is_heterogeneous(config: TransformerConfig | None) -> bool:
@@ -88,14 +83,9 @@ def repeats_decisions(config: TransformerConfig) -> bool:
 def costs_of(
     modules: Mapping[str, Sequence[tuple[bool, nn.Module]]], config: TransformerConfig, x: Tensor
 ) -> tuple[ModuleCost, ...]:
-    """What keeping each module takes and saves.
-
-    Args:
-        modules: of one layer by name, and whether they are experts'.
-        config: the model's.
-        x: the layer's input, of this rank; only its size counts.
-    """
-    costs = [_linear(name, those, config, x) for name, those in modules.items() if name != ROUTER]
+    """What keeping each module takes and saves, by name and whether they are experts'; of the
+    layer's input on this rank only the size counts."""
+    costs = [_linear(name, named, config, x) for name, named in modules.items() if name != ROUTER]
     if ROUTER in modules and not repeats_decisions(config):
         costs.append(_router(config, x))
     return tuple(costs)
@@ -107,7 +97,7 @@ def _linear(
     tokens, shard = prod(shared_shape(config, x)), x.shape[0] * x.shape[1]
     num_bytes = flops = 0
     for of_experts, module in modules:
-        rows = _routed(config, shard) if of_experts else tokens
+        rows = _tokens_of_expert(config, shard) if of_experts else tokens
         out_rows = shard if name == "linear_proj" else rows  # scattered over the ranks
         for key, weight in module.named_parameters():
             if "layer_norm" not in key and weight.dim() == 2:
@@ -126,7 +116,7 @@ def _router(config: TransformerConfig, x: Tensor) -> ModuleCost:
     return ModuleCost(ROUTER, num_bytes, 2 * tokens * x.shape[2] * experts, waits=True)
 
 
-def _routed(config: TransformerConfig, shard: int) -> int:
-    """Tokens of a local expert, if all have equally many."""
+def _tokens_of_expert(config: TransformerConfig, shard: int) -> int:
+    """Of a local expert, if all have equally many."""
     ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
     return shard * config.moe_router_topk * ranks // config.num_moe_experts

@@ -11,7 +11,7 @@ from torch import Tensor, is_grad_enabled
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.keep import stage_layers
 from megatron_burst.mcore.keep.module_costs import may_differ, shared_shape
-from megatron_burst.mcore.keep.stage import Stage, problem_of, say_of_stage, stage_of
+from megatron_burst.mcore.keep.stage import Stage, log_of_stage, problem_of, stage_of
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.refusals import refuse
 from megatron_burst.rates import Rates
@@ -96,15 +96,10 @@ def keeping_nothing(burst: BurstConfig) -> BurstConfig:
 def modules_within(burst: BurstConfig, config: TransformerConfig, stage: Stage, x: Tensor,
                    costs: tuple[ModuleCost, ...],
                    may_be_whole: bool) -> dict[str, Placed]:  # fmt: skip
-    """Where "auto" keeps the output of each module, and all of a layer.
+    """Where "auto" keeps the output of each module, and all of a layer if it may be whole.
 
-    Args:
-        burst: the model's, of a stage whose budget is known.
-        config: the model's.
-        stage: what its ranks agreed on.
-        x: the layer's input; only its size counts.
-        costs: of each module that may be kept.
-        may_be_whole: whether all of a layer may be.
+    The stage's budget is known; of the layer's input only the size counts; costs are those of the
+    modules that may be kept.
     """
     shape = shared_shape(config, x)
     heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -117,7 +112,7 @@ def modules_within(burst: BurstConfig, config: TransformerConfig, stage: Stage, 
         problem = replace(problem, whole_bytes=whole_bytes(config, stage, x), whole_s=whole_s)
     budgets = stage.budget_bytes(burst, tokens), _host_bytes(burst, stage)
     if 0 < stage.tokens < tokens:
-        say_of_stage(f"a micro-batch of {tokens} tokens is longer than those of the first step "
+        log_of_stage(f"a micro-batch of {tokens} tokens is longer than those of the first step "
                      f"({stage.tokens}): {budgets[0] / 2**30:.2f} GiB are left for what it "
                      "keeps")  # fmt: skip
     chosen = _modules(problem, *budgets, stage.rates, costs, may_differ(config))
@@ -130,7 +125,9 @@ def whole_bytes(config: TransformerConfig, stage: Stage, x: Tensor) -> int:
     if not stage.held_share or stage_layers.layer_kind(config) not in stage.first.kinds:
         return 0
     longer = budget.growth(prod(shared_shape(config, x)), stage.tokens) ** 0.5  # x is longer too
-    return int((stage.held_share + stage_layers.input_share(config)) * x.nbytes * longer)
+    # a checkpoint may hold a part of the input, whose rest lives on only in whole layers
+    ranks = config.tensor_model_parallel_size if config.distribute_saved_activations else 1
+    return int((stage.held_share + (1 - 1 / ranks)) * x.nbytes * longer)
 
 
 @lru_cache(maxsize=32)
@@ -141,23 +138,22 @@ def _modules(problem: KeepProblem, budget_bytes: float, host_bytes: int, rates: 
     at_most = ", at most" * differ
     for module in costs:
         if module.name in chosen:
-            say_of_stage(_words(module, chosen[module.name], problem, rates) + at_most)
+            log_of_stage(_words(module, chosen[module.name], problem, rates) + at_most)
     if budget.WHOLE in chosen:
-        say_of_stage(_words_of_whole(chosen[budget.WHOLE].device, problem) + at_most)
+        log_of_stage(_words_of_whole(chosen[budget.WHOLE].device, problem) + at_most)
     return chosen
 
 
 def _words(module: ModuleCost, placed: Placed, problem: KeepProblem, rates: Rates) -> str:
-    here, there = placed.device * problem.in_flight, placed.host * problem.in_flight
+    gib = problem.in_flight * module.num_bytes / 2**30  # in each layer
     saved = rates.matmul_s(module.flops) * (placed.device + placed.host) * 1e3
-    return (f"keep the output of {module.name} in {placed}: {here * module.num_bytes / 2**30:.2f} "
-            f"GiB, on the host {there * module.num_bytes / 2**30:.2f} GiB, saves {saved:.1f} ms a "
-            "micro-batch")  # fmt: skip
+    return (f"keep the output of {module.name} in {placed}: {placed.device * gib:.2f} GiB, on the "
+            f"host {placed.host * gib:.2f} GiB, saves {saved:.1f} ms a micro-batch")  # fmt: skip
 
 
 def _words_of_whole(layers: int, problem: KeepProblem) -> str:
-    held = layers * problem.in_flight * problem.whole_bytes / 2**30
-    return (f"recompute nothing in {layers} layers, with attention's results: {held:.2f} GiB, "
+    gib = layers * problem.in_flight * problem.whole_bytes / 2**30
+    return (f"recompute nothing in {layers} layers, with attention's results: {gib:.2f} GiB, "
             f"saves {layers * problem.whole_s * 1e3:.1f} ms a micro-batch")  # fmt: skip
 
 
@@ -178,7 +174,7 @@ def _choose(
 ) -> budget.KeepChoice:
     """The choice for a stage; made and logged once."""
     choice = budget.choose_keep(problem, budget_bytes, host_bytes, rates)
-    say_of_stage(str(choice))
+    log_of_stage(str(choice))
     return choice
 
 

@@ -33,38 +33,23 @@ _MOST = "tokens", "taken_bytes", "held_share", "num_models", "forward_s"  # wors
 
 @dataclass(slots=True)
 class Stage:
-    """What "auto" chooses from, the same on all ranks of a stage.
+    """What "auto" chooses from, the same on all ranks of a stage."""
 
-    Attributes:
-        host_bytes: limit of host memory per rank, if `keep_host_gib` gives none; until the first
-            step is over, the least of the ranks that share its sequences only, as in `rates`.
-        rates: the GPU's, with the measured bandwidth to host memory.
-        first: its first step.
-        left_bytes: device memory that the first step leaves; None: it is not over.
-        tokens: of the longest micro-batch of the first step on any rank.
-        taken_bytes: what that step took above what it began with.
-        free_bytes: see `KeepProblem`.
-        forward_s: seconds of a layer's forward in the first step; 0: not measured.
-        turn_s: seconds between the last layer's forward and its backward in the first step.
-        rest_s: seconds of a layer's forward that only a whole layer saves; 0: not measured.
-        held_share: bytes that a layer's graph holds, by those of its input; 0: not measured.
-        models: layers by model.
-        num_models: that the first step recomputed, which share what is left.
-    """
-
+    # limit of host memory per rank, if `keep_host_gib` gives none; until the first step is over,
+    # the least of the ranks that share its sequences only, as in `rates`
     host_bytes: int
-    rates: Rates
+    rates: Rates  # the GPU's, with the measured bandwidth to host memory
     first: FirstStep
-    left_bytes: int | None = None
-    tokens: int = 0
-    taken_bytes: int = 0
-    free_bytes: float = inf
-    forward_s: float = 0.0
-    turn_s: float = 0.0
-    rest_s: float = 0.0
-    held_share: float = 0.0
+    left_bytes: int | None = None  # device memory that the first step leaves; None: it is not over
+    tokens: int = 0  # of the longest micro-batch of the first step on any rank
+    taken_bytes: int = 0  # what that step took above what it began with
+    free_bytes: float = inf  # see `KeepProblem`
+    forward_s: float = 0.0  # seconds of a layer's forward in the first step; 0: not measured
+    turn_s: float = 0.0  # seconds between the last layer's forward and its backward in that step
+    rest_s: float = 0.0  # seconds of a layer's forward that only a whole layer saves; 0: unknown
+    held_share: float = 0.0  # bytes that a layer's graph holds, by those of its input; 0: unknown
     models: list[ModelLayers] = field(default_factory=list)
-    num_models: int = 1
+    num_models: int = 1  # that the first step recomputed, which share what is left
     # what it was in the first pass of a checkpoint's call, for the recomputation of that
     by_frame: WeakKeyDictionary[Frame, "Stage"] = field(default_factory=WeakKeyDictionary)
 
@@ -95,19 +80,19 @@ def stage_of(burst: BurstConfig, device: torch.device) -> Stage:
     """
     group = parallel_state.get_tensor_and_context_parallel_group()
     frames, stage = [run.frame for run in running()], _STAGES.get(group)
-    first = [stage.by_frame[frame] for frame in frames if frame in stage.by_frame] if stage else []
-    if first:
-        stage = first[0]
-    elif stage is None:
-        stage = _STAGES[group] = _begun(group, burst, device)
+    if stage is None:
+        stage = _STAGES[group] = _new_stage(group, burst, device)
+    earlier = [stage.by_frame[frame] for frame in frames if frame in stage.by_frame]
+    if earlier:
+        stage = earlier[0]
     elif stage.first.is_over and stage.left_bytes is None:
         _agree(stage, group, burst)
     for frame in frames:
-        stage.by_frame.setdefault(frame, stage if first else replace(stage))
+        stage.by_frame.setdefault(frame, stage if earlier else replace(stage))
     return stage
 
 
-def _begun(group: dist.ProcessGroup, burst: BurstConfig, device: torch.device) -> Stage:
+def _new_stage(group: dist.ProcessGroup, burst: BurstConfig, device: torch.device) -> Stage:
     """The stage before its first step."""
     rates = rates_of(with_environment(global_args() or Namespace()))
     limit, bandwidth = host_limit_bytes(burst.keep_host_gib), host_gbs(device) or rates.host_gbs
@@ -132,10 +117,10 @@ def _agree(stage: Stage, group: dist.ProcessGroup, burst: BurstConfig) -> None:
     stage.rates = replace(stage.rates, host_gbs=worst.pop("host_gbs"))
     for name, number in worst.items():
         setattr(stage, name, number)
-    say_of_stage(f"the first step left {stage.left_bytes / _GIB:.2f} GiB; a layer's forward takes "
+    log_of_stage(f"the first step left {stage.left_bytes / _GIB:.2f} GiB; a layer's forward takes "
                  f"{stage.forward_s * 1e3:.2f} ms, the loss {stage.turn_s * 1e3:.2f} ms; "
                  f"{stage.rates.host_gbs:.1f} GB/s to host memory")  # fmt: skip
-    say_of_stage(f"a layer holds {stage.held_share:.1f} times its input for backward; keeping all "
+    log_of_stage(f"a layer holds {stage.held_share:.1f} times its input for backward; keeping all "
                  f"of it saves {stage.rest_s * 1e3:.2f} ms besides attention")  # fmt: skip
 
 
@@ -152,15 +137,9 @@ def _worst(groups: Sequence[dist.ProcessGroup], burst: BurstConfig, **numbers: A
 
 def problem_of(config: TransformerConfig, stage: Stage, shape: tuple[int, int], layer_bytes: int,
                half_saves: float = 0.0) -> KeepProblem:  # fmt: skip
-    """The inputs of the choice for a pipeline stage.
-
-    Args:
-        config: the model's.
-        stage: what its ranks agreed on.
-        shape: rows and sequences of a micro-batch on this rank.
-        layer_bytes: attention's out and lse of one layer and micro-batch.
-        half_saves: share of recomputation saved by keeping half of the rows; 0 if unsupported.
-    """
+    """The inputs of the choice for a pipeline stage. `shape`: rows and sequences of a micro-batch
+    on this rank. `layer_bytes`: of attention's out and lse in one layer. `half_saves`: share of
+    recomputation saved by keeping half of the rows; 0 if unsupported."""
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunks = config.virtual_pipeline_model_parallel_size or 1
     group_size = config.microbatch_group_size_per_vp_stage
@@ -186,7 +165,7 @@ def _flops_per_token(config: TransformerConfig) -> float:
     return 2 * config.hidden_size * width / config.tensor_model_parallel_size
 
 
-def say_of_stage(choice: str) -> None:
+def log_of_stage(choice: str) -> None:
     """Log a choice on the first rank of a pipeline stage."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if dist.get_rank() == 0 or (stage and parallel_state.get_data_parallel_rank(True) == 0):

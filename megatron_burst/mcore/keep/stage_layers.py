@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_burst.recompute.auto.budget import WHOLE, Placed
 
 _NOWHERE = Placed()
+_spread = lru_cache(maxsize=64)(Placed.spread)  # every call of a kept module asks
 _SIZES = (  # of a configuration
     "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "v_head_dim",
     "ffn_hidden_size", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk",
@@ -37,13 +38,6 @@ def stage_layers(config: TransformerConfig) -> list[int]:
 def is_among(layers: int | None, config: TransformerConfig, layer_number: int) -> bool:
     """Whether a layer is among so many first ones of its pipeline stage; None: all of them."""
     return layers is None or layer_number in stage_layers(config)[:layers]
-
-
-def input_share(config: TransformerConfig) -> float:
-    """How much of a layer's input lives on only if all of the layer is kept: a checkpoint may hold
-    a part."""
-    ranks = config.tensor_model_parallel_size if config.distribute_saved_activations else 1
-    return 1 - 1 / ranks
 
 
 def meets_other_sequences(config: TransformerConfig) -> bool:
@@ -81,12 +75,6 @@ def is_on_host(
     if layer_number not in numbers:
         return None
     return _spread(placed, len(numbers))[numbers.index(layer_number)]
-
-
-@lru_cache(maxsize=64)
-def _spread(placed: Placed, layers: int) -> list[bool | None]:
-    """Every call of a kept module asks."""
-    return placed.spread(layers)
 
 
 def of_decoder(chosen: dict[str, Placed], config: TransformerConfig) -> dict[str, Placed]:
