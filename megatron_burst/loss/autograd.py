@@ -154,9 +154,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 def announce_main_grad(weight: Tensor) -> Tensor | None:
     """Tell Megatron that `main_grad` has this call's gradient; returns what autograd gets for it.
 
-    Megatron's hook requires a gradient. It gets a single zero, expanded; only a weight with other
-    gradients too (`zero_out_wgrad`, `shared_embedding`) gets real zeros, to which those can be
-    added.
+    Megatron's hook requires a gradient: a single zero, expanded. Only a weight with other gradients
+    too (`zero_out_wgrad`, `shared_embedding`) gets real zeros, to which those can be added.
     """
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False) or getattr(weight, "shared_embedding", False):

@@ -19,7 +19,7 @@ from torch.compiler import assume_constant_result
 
 from megatron_burst.comm.alone import group_or_default
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed
-from megatron_burst.loss.checks import Given
+from megatron_burst.loss.checks import LossInputs
 from megatron_burst.loss.statistics import WHO, sum_dtype
 from megatron_burst.operators import context_of, is_plain, plain, source_of
 from megatron_burst.transforms import autocast_inputs
@@ -44,8 +44,8 @@ def traced_loss(
 
 
 def _is_operator(tensors: tuple, loss_mask: Any, settings: dict[str, Any]) -> bool:
-    """Whether the operator computes a call: not where logits are computed again in backward, nor
-    into Megatron's `main_grad`, nor with a count that an event announces."""
+    """Whether the operator computes a call: not if backward recomputes logits, nor into Megatron's
+    `main_grad`, nor with a count that an event announces."""
     if torch._C._are_functorch_transforms_active():
         return False
     masks = () if loss_mask is None else (loss_mask,)
@@ -87,8 +87,8 @@ def _linear_cross_entropy(
     settings, wanted = _options_of(options)
     tp_group = torch.distributed.distributed_c10d._resolve_process_group(group) if group else None
     with torch.no_grad():
-        given = Given(hidden, weight, labels, loss_mask)
-        rows, weights, head = ready_loss(given, tp_group, settings, wanted)
+        inputs = LossInputs(hidden, weight, labels, loss_mask)
+        rows, weights, head = ready_loss(inputs, tp_group, settings, wanted)
         ctx = context_of(wanted)
         if head.whole:
             losses = GradientsInForward.forward(ctx, hidden, weight, weights, rows, head)

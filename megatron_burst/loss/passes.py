@@ -43,12 +43,8 @@ class Sums:
 def statistics_pass(
     head: Head, hidden: Tensor, weight: Tensor, rows: Rows, attempt: Attempt
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Statistics [4, blocks, n] of the whole vocabulary; one collective for all rows.
-
-    Returns:
-        (statistics, the tile buffer, which still holds the last tile's logits); None after a
-        failure.
-    """
+    """Statistics [4, blocks, n] of the whole vocabulary, by one collective for all rows, and the
+    tile buffer, which still holds the last tile's logits; None after a failure."""
     shape, dtype = (len(Stat), *rows.labels.shape), sum_dtype(hidden.dtype)
     stats = attempt(hidden.new_empty, shape, dtype=dtype)
     buffer = attempt(_tile_buffer, head, hidden)
@@ -63,8 +59,7 @@ def gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factor
                   sums: Sums, attempt: Attempt, kept: Tensor | None = None) -> None:  # fmt: skip
     """Accumulate gradients, recomputing logits; tiles go from last to first.
 
-    `factors`: [5, blocks, n]; `kept`: the tile buffer of a statistics pass, overwritten: its logits
-    are not recomputed.
+    `factors`: [5, blocks, n]; `kept`: the tile buffer of a statistics pass, which is overwritten.
     """
     computed = kept is not None
     buffer = kept if computed else attempt(_tile_buffer, head, hidden)
@@ -128,17 +123,14 @@ def forward_gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows
 def largest_class(
     hidden: Tensor, weight: Tensor, tp: TensorParallel, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Largest logit and its class on this rank's part of the vocabulary, tile by tile; without
-    gradients.
+    """Largest logits [s, b], in the model's dtype, and their classes [s, b], int64 from 0 on each
+    rank, on this rank's part of the vocabulary; without gradients.
 
     Args:
         hidden: [s, b, h], or with sequence parallelism this rank's part of s.
         weight: [vocab / tp, h].
         tp: ranks that share the vocabulary.
         scale: positive factor of the logits.
-
-    Returns:
-        ([s, b] logits in the model's dtype, [s, b] int64 classes, counted from 0 on each rank).
     """
     tokens = hidden.shape[:-1].numel()
     tiles = choose_tiles(tp.sizes(tokens * tp.blocks, hidden, weight), whole=True)

@@ -51,10 +51,7 @@ class Sizes:
 
 
 def choose_tiles(sizes: Sizes, whole: bool) -> Tiles:
-    """The fastest tiles that fit, by the rules above.
-
-    `whole`: whether a tile must have all classes, for gradients in forward.
-    """
+    """The fastest tiles that fit. `whole`: with all classes, for gradients in forward."""
     # this call's other sums count, unless too little would be left
     free = SCRATCH_BYTES - sizes.held
     scratch = free if free >= SCRATCH_BYTES * 3 // 8 else SCRATCH_BYTES
