@@ -71,8 +71,8 @@ class Ending:
         return self._watch(run, outs)
 
     def _watch(self, run: RunningFrame, outs: Any, empty: bool = False) -> Any:
-        """The results of a recomputation, or `empty` ones, without values; looks for readers in the
-        graph once the checkpoint's own exist."""
+        """The results of a recomputation, without values if `empty`; looks for their readers once
+        the checkpoint's results exist."""
         if run.frame.stops_early:  # torch would have ended it at its last call
             self._note(False, empty)
             return outs

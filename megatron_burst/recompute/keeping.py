@@ -26,8 +26,8 @@ class Frame[T]:
     """One call of a checkpoint: entered for the first pass and for each recomputation.
 
     Results are put in the first pass and taken in recomputation by index: the same function runs,
-    so its n-th attention call is the same in both. Each is taken once; a further recomputation
-    (backward with retain_graph) computes attention.
+    so its n-th call is the same. Each is taken once; a further recomputation (backward with
+    retain_graph) computes again.
     """
 
     def __init__(self, stops_early: bool = False) -> None:
@@ -114,11 +114,8 @@ def without_frames():
 
 
 class Watch:
-    """Detects in-place writes to tensors since it was made, through any view.
-
-    Autograd's own check covers neither kept results nor what a non-reentrant checkpoint saves. It
-    holds only version counters, not the tensors' memory.
-    """
+    """Detects in-place writes to tensors since it was made, through any view, of which it holds
+    version counters only. Autograd checks neither kept results nor what checkpoints save."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._seen = [(_counter(x), x._version, tuple(x.shape)) for x in tensors]
@@ -135,10 +132,9 @@ class Watch:
 
 
 def _counter(x: Tensor) -> Tensor:
-    """A tensor without data that shares x's version counter: setting `.data` of a detached tensor
-    keeps the counter."""
+    """A tensor that shares x's version counter, without its data."""
     counter = x.detach()
-    if type(counter) is Tensor:  # subclasses manage their own data
+    if type(counter) is Tensor:  # subclasses manage their own data; setting it keeps the counter
         counter.data = x.new_empty(0)
     return counter
 
