@@ -180,7 +180,7 @@ class SLFusedProjLoss(nn.Module):
 
 def _attend(tensors: tuple[Tensor, Tensor, Tensor], call: tuple, groups: tuple[Any, Any],
             deterministic: bool = False, **options: Any) -> Result:  # fmt: skip
-    """Attention of (q, k, v); `call`: the function's name, the layout of masked rows, flash,
+    """Attention of (q, k, v); `call`: the function's name, the layout if a mask is given, flash,
     grad_ckpt and layer_idx; `groups`: process_group and double_group."""
     who, layout, flash, grad_ckpt, layer = call
     # of each the group that the original sends keys through, of it and that of dQ
@@ -211,11 +211,8 @@ def _attend(tensors: tuple[Tensor, Tensor, Tensor], call: tuple, groups: tuple[A
 
 
 def _slices_of(who: str, mask: Any, causal: bool, rows: int, keys: int, size: int) -> Tensor:
-    """The slices that a mask means for ranks of so many rows, and keys.
-
-    Raises:
-        BurstError: if it is neither slices nor a BlockMask of these or of all rows.
-    """
+    """The slices that a mask means for ranks of so many rows, and keys; refuses one that is neither
+    slices nor a BlockMask of these or of all rows."""
     length = getattr(mask, "seq_lengths", (None,))[0]
     require(who, [
         (length or isinstance(mask, Tensor),

@@ -47,8 +47,7 @@ LongText = Annotated[str, Limits(high=_MIB)]
 
 
 def harmless(text: str) -> str:
-    """A text with its control characters written out, so that no terminal obeys them; ends of
-    lines stay."""
+    """A text with control characters, but for ends of lines, written out for terminals."""
     if text.isprintable():
         return text
     return "".join(
@@ -76,26 +75,26 @@ class Reader:
     change: str
     most: int = 4 * _MIB  # bytes
 
-    def refusal(self, must: str, got: object, at: str = "", change: str = "") -> BurstError:
+    def refusal(self, must: str, got: object, at: str = "") -> BurstError:
         """Of what is at a place of the file."""
         where = f"{excerpt(self.name, 300)}{': ' * bool(at)}{excerpt(at)}"
         return BurstError(
             f"{self.who}: {where} must {must}, because {self.why}; got {excerpt(got, 300)}; "
-            f"{change or self.change}"
+            f"{self.change}"
         )
 
     def data(self, of_text: bool = False) -> bytes:
         """All bytes; `of_text`: whether they must be some text's."""
         try:
             with Path(self.name).open("rb") as file:
-                found = file.read(self.most + 1)
+                content = file.read(self.most + 1)
         except (OSError, ValueError) as error:  # ValueError: what no path may have
             raise self.refusal("be a readable file", _reason(error)) from None
-        if of_text and b"\0" in found:  # said before its size, which would be no use to change
+        if of_text and b"\0" in content:  # said before its size, which would be no use to change
             raise self.refusal("be a text file", "a binary file")
-        if len(found) > self.most:
+        if len(content) > self.most:
             raise self.refusal(f"have at most {self.most >> 10} KiB", "more")
-        return found
+        return content
 
     def text(self, errors: str = "strict") -> str:
         """As text in UTF-8; `errors`: as for `bytes.decode`."""
@@ -118,21 +117,21 @@ class Reader:
     def _parsed(self, form: str, parse: Callable[[str], Any], text: str, at: str) -> Any:
         """What was parsed, if it is neither too deep nor has too large numbers."""
         try:
-            found = parse(text)
+            data = parse(text)
         except (ValueError, RecursionError) as error:
             raise self.refusal(f"be {form}", _reason(error), at) from None
-        left = [(found, 0)]
-        while left:
-            value, depth = left.pop()
+        pending = [(data, 0)]
+        while pending:
+            value, depth = pending.pop()
             inside = value.values() if isinstance(value, dict) else value
             if isinstance(value, list | dict):
-                left += [(part, depth + 1) for part in inside]
+                pending += [(part, depth + 1) for part in inside]
             if depth > _DEEPEST:
                 raise self.refusal(f"nest lists and tables at most {_DEEPEST} deep", "more", at)
             large = isinstance(value, int) and abs(value) >= _LARGEST
             if large or (value != value and form == "JSON"):  # whose NaN not all readers type
                 raise self.refusal("have no NaN and no whole number from 2^64 on", value, at)
-        return found
+        return data
 
     def typed(self, kind: Any, value: Any, at: str = "", closed: bool = True) -> Any:
         """Plain data as a type: a dataclass, tuple, Mapping, Literal, str, bool, int, float, a

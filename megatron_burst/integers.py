@@ -83,13 +83,13 @@ def entries[Entry](
     Raises:
         BurstError: if it is none, or if an entry makes None.
     """
-    given = as_list(values, axes)
-    require(who, [(given is not None, must, shown(values), change)])
-    made = [read(entry) for entry in given]
-    if None in made:
-        at = made.index(None)
-        require(who, [(False, must, f"{shown(given[at])} at index {at}", change)])
-    return [entry for entry in made if entry is not None]
+    listed = as_list(values, axes)
+    require(who, [(listed is not None, must, shown(values), change)])
+    results = [read(entry) for entry in listed]
+    if None in results:
+        at = results.index(None)
+        require(who, [(False, must, f"{shown(listed[at])} at index {at}", change)])
+    return results
 
 
 def shown(value: Any) -> str:
