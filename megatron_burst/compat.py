@@ -251,9 +251,9 @@ def _needs(flash: Any, grad_ckpt: Any, group: Any, nested: Sequence[Any]) -> Ite
            "double_group must be the two groups [intra, inter], because together they tile the "
            "ranks", ranks, "pass both groups, or leave double_group out")  # fmt: skip
     if ranks[0] is not None:
-        every, size = dist.get_process_group_ranks(group or dist.group.WORLD), len(ranks[0])
-        row, column = divmod(every.index(dist.get_rank()), size)
-        yield (ranks == [every[row * size :][:size], every[column::size]],
+        all_ranks, size = dist.get_process_group_ranks(group or dist.group.WORLD), len(ranks[0])
+        row, column = divmod(all_ranks.index(dist.get_rank()), size)
+        yield (ranks == [all_ranks[row * size :][:size], all_ranks[column::size]],
                "double_group must be a row and a column of process_group's ranks, because rings "
                "run inside nodes and between them", ranks, "pass a row of neighbouring ranks and a "
                "column across rows, or leave double_group out")  # fmt: skip

@@ -5,10 +5,9 @@ What comes of one is plain data within limits, or a sentence that says what is w
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -136,13 +135,10 @@ class Reader:
     def typed(self, kind: Any, value: Any, at: str = "", closed: bool = True) -> Any:
         """Plain data as a type: a dataclass, tuple, Mapping, Literal, str, bool, int, float, a
         union of them, any of them with `Limits`, or a class with `of_data`, which raises a
-        ValueError of what must hold.
+        ValueError of what must hold. Numbers without `Limits` are from 0 on.
 
-        Args:
-            kind: the type. Numbers without `Limits` are from 0 on.
-            value: the data.
-            at: its place in the file, e.g. "gpu.launch_us".
-            closed: whether tables hold no other keys than those of their dataclass.
+        `at`: the value's place in the file, e.g. "gpu.launch_us"; `closed`: whether tables hold no
+        other keys than those of their dataclass.
         """
         return _Typed(self, closed).of(kind, value, at, _USUAL)
 
@@ -170,20 +166,20 @@ class _Typed:
         if is_dataclass(kind):
             return self._table(kind, value, at)
         if origin is tuple:
-            what = f"list of tables, [[{at}]] in TOML" if is_dataclass(inner[0]) else "list"
-            self._check(isinstance(value, list), f"be a {what}", value, at)
+            noun = f"list of tables, [[{at}]] in TOML" if is_dataclass(inner[0]) else "list"
+            self._check(isinstance(value, list), f"be a {noun}", value, at)
             self._check(limits.hold(len(value)), "have entries", value, at)
-            if inner[0] is int and all(type(one) is int and 0 <= one < 1e15 for one in value):
+            if inner[0] is int and all(type(part) is int and 0 <= part < 1e15 for part in value):
                 return tuple(value)  # thousands of ranks, without a call for each
             return tuple(
-                self.of(inner[0], each, f"{at} {number}", _USUAL)
-                for number, each in enumerate(value, 1)
+                self.of(inner[0], part, f"{at} {number}", _USUAL)
+                for number, part in enumerate(value, 1)
             )
         self._check(isinstance(value, dict), "be a table", value, at)
         digits = inner[0] is int and all(len(key) < 20 and key.isdecimal() for key in value)
         return {  # JSON's names of entries are texts
             self.of(inner[0], int(key) if digits else key, at, _USUAL):
-            self.of(inner[1], one, f"{at}.{key}", _USUAL) for key, one in value.items()
+            self.of(inner[1], part, f"{at}.{key}", _USUAL) for key, part in value.items()
         }  # fmt: skip
 
     def _check(self, good: object, must: str, got: object, at: str) -> None:
@@ -204,17 +200,17 @@ class _Typed:
 
     def _table(self, kind: Any, table: Any, at: str) -> Any:
         self._check(isinstance(table, dict), "be a table", table, at)
-        known = _fields(kind)
-        for key in table.keys() - known.keys() if self.closed else ():
-            got = f"the unknown key {excerpt(key)!r}{nearest(excerpt(key), known)}"
-            raise self.reader.refusal(f"hold only {', '.join(known)}", got, at)
-        for key in known.keys() - table.keys():
-            if known[key].default is MISSING and known[key].default_factory is MISSING:
-                raise self.reader.refusal(f"hold {', '.join(known)}", f"no {key!r}", at)
+        by_name = {field.name: field for field in fields(kind)}
+        for key in table.keys() - by_name.keys() if self.closed else ():
+            got = f"the unknown key {excerpt(key)!r}{nearest(excerpt(key), by_name)}"
+            raise self.reader.refusal(f"hold only {', '.join(by_name)}", got, at)
+        for key in by_name.keys() - table.keys():
+            if by_name[key].default is MISSING and by_name[key].default_factory is MISSING:
+                raise self.reader.refusal(f"hold {', '.join(by_name)}", f"no {key!r}", at)
         inside = f"{at}." if at else ""
         return kind(**{
-            key: self.of(its.type, table[key], inside + key, _USUAL)
-            for key, its in known.items() if key in table
+            key: self.of(field.type, table[key], inside + key, _USUAL)
+            for key, field in by_name.items() if key in table
         })  # fmt: skip
 
     def _plain(self, kind: Any, value: Any, at: str, limits: Limits) -> Any:
@@ -233,13 +229,8 @@ class _Typed:
         good = isinstance(value, int | float) and not isinstance(value, bool)
         if good and limits.hold(value) and (kind is not int or value == int(value)):
             return kind(value)
-        what = limits.words("whole number" if kind is int else "number")
-        raise self.reader.refusal(f"be a {what}", repr(value), at)
-
-
-@cache
-def _fields(kind: Any) -> Mapping[str, Field]:
-    return {field.name: field for field in fields(kind)}
+        noun = limits.words("whole number" if kind is int else "number")
+        raise self.reader.refusal(f"be a {noun}", repr(value), at)
 
 
 def _reason(error: Exception) -> str:

@@ -42,13 +42,10 @@ def find_megatron() -> Megatron | None:
 
 
 def require_megatron(who: str) -> Megatron:
-    """The Megatron on sys.path, if burst supports it.
+    """The Megatron on sys.path; refuses none, one that is too old, and parts of two releases.
 
     A release newer than the tested ones is accepted: `patching.Patch` checks the functions that
     burst relies on.
-
-    Raises:
-        BurstError: if there is none, one that is too old, or parts of two releases.
     """
     megatron = find_megatron()
     require(who, _needs(megatron))

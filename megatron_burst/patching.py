@@ -86,11 +86,7 @@ class Patch:
         )
 
     def apply(self, *arguments: Any) -> None:
-        """Apply it. Idempotent. `arguments` are passed to `becomes`, after the original.
-
-        Raises:
-            BurstError: if the original is not the function that the patch was written for.
-        """
+        """Apply it, if it fits; `becomes` gets the arguments, after the original. Idempotent."""
         if self.live:
             return
         if misfit := self.misfit():
@@ -136,11 +132,8 @@ def on_undo(give_back: Callable[[], None]) -> None:
 
 
 def undo_all() -> None:
-    """Undo all patches in this process, the latest first.
-
-    Models keep the attention and the loss that they were built with. A function that other code
-    has replaced after the patch is not restored.
-    """
+    """Undo all patches in this process, the latest first. Models keep the attention and the loss
+    that they were built with; a function that other code has replaced since is not restored."""
     while _UNDO:
         _UNDO.pop()()
 
@@ -168,22 +161,20 @@ def _owner_of(path: str) -> tuple[Any, str]:
 
 
 def _rebind(owner: Any, name: str, replacement: Any, everywhere: bool) -> None:
-    """Rebind an attribute, and `everywhere` every name that loaded modules have for its old value.
-
-    An earlier `from module import function` makes such a name; methods have none.
-    """
+    """Rebind an attribute, and `everywhere` every name that loaded modules have for its old value,
+    as an earlier `from module import function` makes; methods have none."""
     original = vars(owner).get(name)  # None if a class inherits it
     if everywhere:
-        for module, other in _names_of(original):
-            setattr(module, other, replacement)
+        for module, alias in _names_of(original):
+            setattr(module, alias, replacement)
     setattr(owner, name, replacement)
     on_undo(functools.partial(_give_back, owner, name, original, replacement, everywhere))
 
 
 def _give_back(owner: Any, name: str, original: Any, replacement: Any, everywhere: bool) -> None:
     if everywhere:  # also names bound since
-        for module, other in _names_of(replacement):
-            setattr(module, other, original)
+        for module, alias in _names_of(replacement):
+            setattr(module, alias, original)
     elif vars(owner).get(name) is replacement:
         if original is None:
             delattr(owner, name)

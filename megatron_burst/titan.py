@@ -43,13 +43,8 @@ class ShardedMask:
 
 
 def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: Any) -> None:
-    """torchtitan's: replace the forward of inner attention, [b, s / ranks, heads, d]. Errors name
-    layers by their place in `attention_modules`, from 1.
-
-    Raises:
-        BurstError: if attention is of another class than torchtitan's FlexAttention and
-            ScaledDotProductAttention.
-    """
+    """torchtitan's: replace the forward of inner attention, [b, s / ranks, heads, d]; refuses other
+    classes than FlexAttention and ScaledDotProductAttention. Errors count layers from 1."""
     for layer, module in enumerate(attention_modules, 1):
         require(_WHO, [(
             type(module) in (FlexAttention, ScaledDotProductAttention),
@@ -85,11 +80,7 @@ def prepare_context_parallel_input(
     ptrr_mask_key: str | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """torchtitan's: this rank's rows of a batch, [b, s]; positions say where documents begin.
-
-    Raises:
-        BurstError: on all ranks, if the load balancer or the mask is not supported, or if attention
-            was not replaced.
-    """
+    Refuses other load balancers and masks, and attention that was not replaced."""
     group, masks = cp_mesh.get_group(), extra_kwargs.get("attention_masks")
     require(_WHO, _of_input(group, masks, load_balancer_type))
     layout, positions = _LAYOUTS[load_balancer_type], extra_kwargs["positions"]

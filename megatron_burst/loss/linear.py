@@ -41,10 +41,9 @@ def linear_cross_entropy(
             sequence_parallel [s / tp, b, h], the first axis sharded over the group in rank order.
         weight: [vocab / tp, h], contiguous, in hidden's dtype: this rank's classes, in rank order.
         labels: [...] integers, for the whole sequence, the same on all ranks of the group. A label
-            out of range is refused on the CPU. On a GPU it makes its token's loss and all
-            gradients NaN on all ranks, even if only one rank has it.
-            Labels or masks that differ between ranks are refused on the CPU; on a GPU all losses
-            become NaN.
+            out of range is refused on the CPU; on a GPU it makes its token's loss and all gradients
+            NaN on all ranks. Labels or masks that differ between ranks are refused on the CPU; on a
+            GPU all losses become NaN.
         tp_group: ranks that the vocabulary is sharded over; None: this rank has all of it.
         sequence_parallel: whether the sequence is sharded over them too.
         reduction: "none": [...] float32 losses; "sum" or "mean" of loss * loss_mask over the tokens
@@ -96,9 +95,9 @@ def _linear_cross_entropy(
     """`linear_cross_entropy`; `settings`: its other arguments."""
     hidden, weight = autocast_inputs(hidden, weight)
     enabled = torch.is_grad_enabled()  # what is no tensor is refused below
-    wanted = tuple(enabled and getattr(x, "requires_grad", False) for x in (hidden, weight))
+    needs_grad = tuple(enabled and getattr(x, "requires_grad", False) for x in (hidden, weight))
     inputs = LossInputs(hidden, weight, labels, loss_mask)
-    rows, weights, head = ready_loss(inputs, tp_group, settings, wanted)
+    rows, weights, head = ready_loss(inputs, tp_group, settings, needs_grad)
     if head.whole:
         loss = GradientsInForward.apply(hidden, weight, weights, rows, head)
     else:
@@ -110,14 +109,10 @@ def _linear_cross_entropy(
 
 def ready_loss(
     inputs: LossInputs, tp_group: dist.ProcessGroup | None, settings: Mapping[str, Any],
-    wanted: tuple[bool, ...],
+    needs_grad: tuple[bool, ...],
 ) -> tuple[Rows, Tensor | None, Head]:  # fmt: skip
     """A call that all ranks agree on: its rows, the weights of losses in the reduction, [blocks,
-    tokens], and its head. `wanted`: whether hidden states and the weight need gradients.
-
-    Raises:
-        BurstError: as `linear_cross_entropy`.
-    """
+    tokens], and its head. `needs_grad`: whether hidden states and the weight need gradients."""
     hidden, weight, _, loss_mask, _ = inputs
     options = LossOptions(*(settings[field.name] for field in fields(LossOptions)))
     tp = TensorParallel.of(tp_group, settings["sequence_parallel"])
@@ -128,10 +123,10 @@ def ready_loss(
     # in forward fp16 is not loss-scaled yet
     late = hidden.dtype == torch.float16 or return_lse or reduction == "none"
     mode = grads if grads != "auto" else "recompute" if late else "forward"
-    whole = mode == "forward" and any(wanted)
+    whole = mode == "forward" and any(needs_grad)
     rows, weights = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
-    held = held_bytes(weight) if whole and wanted[1] else 0
-    head = _head(hidden, weight, options, tp, rows, whole, held, invariant)
+    sum_bytes = held_bytes(weight) if whole and needs_grad[1] else 0
+    head = _head(hidden, weight, options, tp, rows, whole, sum_bytes, invariant)
     keep = head.keep if whole else settings["keep_logits"]
     return rows, weights, replace(head, keep=keep, whole=whole)
 
@@ -208,8 +203,8 @@ def _weights(rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.
 
 
 def _head(
-    hidden, weight, options, tp, rows: Rows, whole: bool, held: int = 0, invariant: bool = False
+    hidden, weight, options, tp, rows: Rows, whole: bool, sum_bytes=0, invariant: bool = False
 ) -> Head:
     choose = fixed_tiles if invariant else choose_tiles
-    tiles = choose(tp.sizes(rows.labels.numel(), hidden, weight, held), whole)
+    tiles = choose(tp.sizes(rows.labels.numel(), hidden, weight, sum_bytes), whole)
     return Head(options, tp, tiles, weight.shape[0] * tp.size)

@@ -36,9 +36,9 @@ def traced_loss(
         return eager(hidden, weight, labels, loss_mask, tp_group, settings)
     hidden, weight = autocast_inputs(hidden, weight)
     enabled = torch.is_grad_enabled()
-    wanted = enabled and hidden.requires_grad, enabled and weight.requires_grad
+    needs_grad = enabled and hidden.requires_grad, enabled and weight.requires_grad
     options = [(key, plain(value)) for key, value in settings.items()]
-    name, words = _constants(tp_group, tuple(options), wanted)
+    name, words = _constants(tp_group, tuple(options), needs_grad)
     operator = torch.ops.megatron_burst.linear_cross_entropy
     return operator(hidden, weight, labels, loss_mask, name, words)[0]
 
@@ -70,8 +70,8 @@ def _constants(tp_group: dist.ProcessGroup | None, *options: Any) -> tuple[str, 
 
 @lru_cache(maxsize=1024)
 def _options_of(words: str) -> tuple[dict[str, Any], tuple[bool, bool]]:
-    settings, wanted, _ = literal_eval(words)
-    return dict(settings), wanted
+    settings, needs_grad, _ = literal_eval(words)
+    return dict(settings), needs_grad
 
 
 @torch.library.custom_op(
@@ -81,15 +81,15 @@ def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor | None, group: str,
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, gradients of hidden and weight if they are wanted, else nothing)."""
+    """(loss, gradients of hidden and weight if they are needs_grad, else nothing)."""
     from megatron_burst.loss.linear import ready_loss  # whose import asks for this module
 
-    settings, wanted = _options_of(options)
+    settings, needs_grad = _options_of(options)
     tp_group = torch.distributed.distributed_c10d._resolve_process_group(group) if group else None
     with torch.no_grad():
         inputs = LossInputs(hidden, weight, labels, loss_mask)
-        rows, weights, head = ready_loss(inputs, tp_group, settings, wanted)
-        ctx = context_of(wanted)
+        rows, weights, head = ready_loss(inputs, tp_group, settings, needs_grad)
+        ctx = context_of(needs_grad)
         if head.whole:
             losses = GradientsInForward.forward(ctx, hidden, weight, weights, rows, head)
             grads = ctx.sums
@@ -115,12 +115,12 @@ def _(hidden, weight, labels, loss_mask, group, options):
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, *grads = output
     ctx.save_for_backward(*grads)
-    ctx.wanted, ctx.dtype = _options_of(inputs[-1])[1], inputs[1].dtype
+    ctx.needs_grad, ctx.dtype = _options_of(inputs[-1])[1], inputs[1].dtype
     ctx.mark_non_differentiable(*grads)
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple:
-    pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    pairs = zip(ctx.saved_tensors, ctx.needs_grad, strict=True)
     grads = [(x.to(dloss.dtype) * dloss).to(ctx.dtype) if w else None for x, w in pairs]
     return *grads, None, None, None, None
 

@@ -55,10 +55,8 @@ class Rows:
         return self.labels.shape[1]
 
     def take(self, hidden: Tensor, piece: slice) -> Tensor:
-        """Some of this rank's rows [some, h], contiguous; zero where a token is left out.
-
-        Zero, because a NaN there would reach the weight's gradient: 0 * NaN is NaN.
-        """
+        """Some of this rank's rows [some, h], contiguous; zero where a token is left out: a NaN
+        there would reach the weight's gradient, as 0 * NaN is NaN."""
         valid = self.valid[self.block, piece].unsqueeze(1)
         if self.order is None and hidden.is_contiguous():
             return torch.where(valid, hidden.view(-1, hidden.shape[-1])[piece], 0)
@@ -174,12 +172,12 @@ class TensorParallel:
         """The part of the sequence whose hidden states this rank holds."""
         return self.rank if self.sequence_parallel else 0
 
-    def sizes(self, rows: int, hidden: Tensor, weight: Tensor, held: int = 0) -> Sizes:
-        """The sizes that tiles are chosen for, equal on all ranks. `rows`: of all blocks; `held`:
-        bytes of the call's other sums."""
+    def sizes(self, rows: int, hidden: Tensor, weight: Tensor, sum_bytes: int = 0) -> Sizes:
+        """The sizes that tiles are chosen for, equal on all ranks. `rows`: of all blocks;
+        `sum_bytes`: of the call's other sums."""
         classes, width = weight.shape
         return Sizes(rows, classes, width, hidden.element_size(), self.size, self.blocks,
-                     processors_of(hidden.device), held)  # fmt: skip
+                     processors_of(hidden.device), sum_bytes)  # fmt: skip
 
     def attempt(self, like: Tensor, rows: Rows | None = None) -> Attempt:
         """A pass of all ranks, on the device of a tensor."""
@@ -188,10 +186,8 @@ class TensorParallel:
     def chunks(
         self, attempt: Attempt, hidden: Tensor, rows: Rows, size: int, backwards: bool = False
     ) -> Iterator[tuple[slice, Tensor | None]]:
-        """Rows of all blocks, some at a time: (slice of each block, [blocks * some, h]).
-
-        The next ones are sent while the caller computes.
-        """
+        """Rows of all blocks, some at a time: (slice of each block, [blocks * some, h]). The next
+        ones are sent while the caller computes."""
         step = size // self.blocks
         pieces = [slice(i, min(i + step, rows.count)) for i in range(0, rows.count, step)]
         if backwards:
@@ -215,12 +211,10 @@ class TensorParallel:
             yield _finished(*transfer)
 
     def combine(self, attempt: Attempt, stats: Tensor) -> Tensor | None:
-        """Statistics [4, ...] of the whole vocabulary from its parts'; None after a failure.
-
-        Sums relative to different maxima cannot be all-reduced, so ranks gather all parts.
-        """
+        """Statistics [4, ...] of the whole vocabulary from its parts'; None after a failure."""
         if self.size == 1 or stats.numel() == 0:
             return stats
+        # gathered, because sums relative to different maxima cannot be all-reduced
         shape = self.size * len(stats), *stats.shape[1:]
         parts = attempt.or_nan(attempt(stats.new_empty, shape), shape, stats.dtype)
         dist.all_gather_into_tensor(parts, stats.contiguous(), self.group)

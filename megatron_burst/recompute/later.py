@@ -27,10 +27,8 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class KeepTail:
-    """The policy that keeps (out, lse) of the later half of a shard's rows, its tail.
-
-    The early rows of all ranks are a smaller causal sequence, which all ranks recompute together.
-    """
+    """The policy that keeps (out, lse) of a shard's tail, the later half of its rows. Early rows
+    of all ranks are a smaller causal sequence, which they recompute together."""
 
     plan: EarlyRows  # which ranks recompute which rows
     passes: Passes  # over the early rows as a separate sequence
@@ -141,11 +139,7 @@ def keep_of(
     passes_of: Callable[[Spec], Passes], announcer: PassAnnouncer,
 ) -> tuple[Callable[..., Any] | None, list[Decision]]:  # fmt: skip
     """The function that runs a call and keeps its results (`run_kept`), or None if none are kept;
-    the choices made.
-
-    Args:
-        opened, spec: how the call runs, before and after choices are made.
-        passes_of: makes the passes of another spec.
+    the choices made. `opened`: as `spec`, before choices; `passes_of`: makes the passes of a spec.
     """
     config, policy, choices = call.config, None, []
     patch_checkpoints()

@@ -39,14 +39,9 @@ def early_rows(layout: Layout, cp_size: int, tokens: int, reshard: bool) -> Earl
     """The first half of each rank's rows, which together are the first half of the sequence.
 
     In zigzag each rank has one chunk of that half: contiguous, so the last of P ranks would compute
-    (2P - 1)/(4P) of a forward. Resharded in zigzag, all compute a quarter.
-
-    Args:
-        layout: of the whole sequence; contiguous only on one rank, because elsewhere the first
-            ranks have all of the first half.
-        cp_size: number of ranks.
-        tokens: rows on each rank; a multiple of 4 if they are resharded.
-        reshard: whether rows in zigzag go to other ranks.
+    (2P - 1)/(4P) of a forward. Resharded in zigzag, all compute a quarter; then `tokens`, the rows
+    on each rank, is a multiple of 4. The whole sequence may be contiguous only on one rank, because
+    elsewhere the first ranks have all of the first half.
     """
     early = _early_tokens(tokens)
     if not reshard:

@@ -125,11 +125,7 @@ class Recording:
             self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
-        """Run the function with its graph; what the graph saves goes to `_saved`.
-
-        Raises:
-            BurstError: if it returns anything but tensors and None.
-        """
+        """Run the function with its graph; what the graph saves goes to `_saved`."""
         # the hooks must not refer to self, which has the graph that has them
         saved, bound, own = self._saved, self._bound, set(map(id, self._parameters))
 
@@ -201,12 +197,9 @@ class Recording:
     def play(self, inputs: Tensors, last: bool = False) -> Any:
         """What the function returned; with gradients enabled, with a graph over these inputs.
 
-        `last`: whether this is the last call; then what is kept is freed.
-
-        Raises:
-            BurstError: if the inputs' shapes differ from the first pass, or their memory layout
-                where that matters; in debug mode if any bit differs; if kept tensors were written
-                in place since.
+        `last`: whether this is the last call; then what is kept is freed. Refuses inputs whose
+        shapes differ from the first pass, their memory layout where that matters, or in debug mode
+        any bit; and kept tensors that were written in place since.
         """
         with self._announcer.reporting_errors():
             self._check(inputs)

@@ -55,11 +55,11 @@ class ModuleCost:
 def most(layers: Iterable[Sequence[ModuleCost]]) -> tuple[ModuleCost, ...]:
     """Of each module the most bytes in one of these layers, and the mean of what it saves over all
     of them, also those without it."""
-    every, by_name = list(layers), defaultdict(list)
-    for cost in chain.from_iterable(every):
+    layers, by_name = list(layers), defaultdict(list)
+    for cost in chain.from_iterable(layers):
         by_name[cost.name].append(cost)
     return tuple(ModuleCost(name, max(cost.num_bytes for cost in costs),
-                            sum(cost.flops for cost in costs) // len(every), costs[0].waits)
+                            sum(cost.flops for cost in costs) // len(layers), costs[0].waits)
                  for name, costs in sorted(by_name.items()))  # fmt: skip
 
 
@@ -103,7 +103,7 @@ class Placed:
         return " and ".join([device] * bool(self.device) + [host] * bool(self.host))
 
 
-type _Kept = list[tuple[ModuleCost, Placed]]
+type _Plan = list[tuple[ModuleCost, Placed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +178,18 @@ def choose_modules(problem: KeepProblem, modules: Iterable[ModuleCost], budget_b
     module is free, within `free_bytes`. What goes to the host hides behind the forward of the
     stage's layers; it is fetched a layer ahead, which takes room on the device.
     """
-    kept = choose_keep(problem, budget_bytes, host_bytes, rates)
-    if kept.keep != "all" or kept.layers < problem.layers:
+    attention = choose_keep(problem, budget_bytes, host_bytes, rates)
+    if attention.keep != "all" or attention.layers < problem.layers:
         return {}
     layers, flying = problem.layers, problem.in_flight
-    spare = budget_bytes - problem.layer_bytes * (2 if kept.offload else layers * flying)
-    copied = layers * problem.layer_bytes if kept.offload else 0  # of one micro-batch
+    spare = budget_bytes - problem.layer_bytes * (2 if attention.offload else layers * flying)
+    copied = layers * problem.layer_bytes if attention.offload else 0  # of one micro-batch
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
     sized = (module for module in modules if module.num_bytes)  # not experts without a token
     best_first = sorted(sized, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
     choices = [
         (whole, _best_beside(problem, whole, best_first, (room, host), rates))
-        for whole, room in enumerate(_left_by_whole(problem, spare, kept.offload))
+        for whole, room in enumerate(_left_by_whole(problem, spare, attention.offload))
     ]
     whole, best = max(choices, key=lambda choice: _saved(problem, *choice, rates))
     chosen = {module.name: placed for module, placed in best if placed.device}
@@ -212,7 +212,7 @@ def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> It
     yield from (spare, *takewhile(lambda room: room >= 0, lefts))
 
 
-def _saved(problem: KeepProblem, whole: int, placed: _Kept, rates: Rates) -> tuple[int, float]:
+def _saved(problem: KeepProblem, whole: int, placed: _Plan, rates: Rates) -> tuple[int, float]:
     """Waits and seconds that recomputation then does without."""
     layers = [(module, at.device + at.host) for module, at in placed]
     waits = sum(n for x, n in layers if x.waits) + whole * any(x.waits for x, _ in layers)
@@ -228,13 +228,13 @@ class _Way(Enum):
 
 
 def _best_beside(problem: KeepProblem, whole: int, modules: Sequence[ModuleCost],
-                 spare: tuple[float, float], rates: Rates) -> _Kept:  # fmt: skip
+                 spare: tuple[float, float], rates: Rates) -> _Plan:  # fmt: skip
     """What saves most beside so many whole layers, with what is left of the device and the host;
     beside whole layers no output of a module is free."""
     free = 0.0 if whole else problem.free_bytes
     recomputed = replace(problem, layers=problem.layers - whole, free_bytes=free)
 
-    def placed(ways: Sequence[_Way]) -> _Kept:
+    def placed(ways: Sequence[_Way]) -> _Plan:
         return _placed(recomputed, modules, ways, *spare)
 
     def saved(ways: Sequence[_Way]) -> tuple[int, float]:
@@ -244,7 +244,7 @@ def _best_beside(problem: KeepProblem, whole: int, modules: Sequence[ModuleCost]
 
 
 def _placed(problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[_Way], spare: float,
-            host: float) -> _Kept:  # fmt: skip
+            host: float) -> _Plan:  # fmt: skip
     """In turn as much of each module as fits, in its way; then more, with what is left."""
     placed, free = {}, problem.free_bytes
     for module, way in zip(modules, ways, strict=True):
@@ -252,12 +252,12 @@ def _placed(problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[
         spare_now = spare - max(0.0, size - free)  # its first layer may cost something
         fitting = int((spare_now / size + 1) // problem.in_flight) if spare_now >= 0 else 0
         most = min(problem.layers, fitting)
-        here = most if way is _Way.DEVICE else min(most, 1)
-        fits = size * Placed(here, 1).at_peak(problem.in_flight) <= spare_now
-        offloads = way is _Way.HOST and here and fits
-        there = min(problem.layers - here, int(host // size)) if offloads else 0
-        placed[module] = Placed(here, max(there, 0))
-        if here:
+        device = most if way is _Way.DEVICE else min(most, 1)
+        fits = size * Placed(device, 1).at_peak(problem.in_flight) <= spare_now
+        offloads = way is _Way.HOST and device and fits
+        on_host = min(problem.layers - device, int(host // size)) if offloads else 0
+        placed[module] = Placed(device, max(on_host, 0))
+        if device:
             spare = spare_now - size * placed[module].at_peak(problem.in_flight)
             free = max(0.0, free - size)
         host -= placed[module].host * size

@@ -48,9 +48,6 @@ class FirstStep:
 
     It begins when this is made, before a forward; torch's peaks of memory count from then on.
 
-    Args:
-        device: of the model.
-
     Attributes:
         is_over: whether an optimizer has made it.
         held_share: most bytes that a layer's graph holds for backward, beside its input and its
@@ -95,12 +92,8 @@ class FirstStep:
 
     @contextmanager
     def timing(self, tokens: int, modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
-        """Context of a layer's forward, whose time counts until the step is over.
-
-        Args:
-            tokens: of the micro-batch.
-            modules: modules that recomputation does without anyway; see `rest_s`.
-        """
+        """Context of a layer's forward, whose time counts until the step is over. `tokens`: of the
+        micro-batch; `modules`: those that recomputation does without anyway, see `rest_s`."""
         if not self.is_over:
             self.tokens = max(self.tokens, tokens)
         if not self._on_gpu or self.is_over:
@@ -160,12 +153,8 @@ class FirstStep:
         something else, such as tensors that Megatron's token dispatchers hold between calls. Not
         where torch itself looks at what the graph saves.
 
-        Args:
-            forward: the layer's.
-            x: its input.
-            run: the checkpoint that is recomputed.
-            kind: of the layer: those of one kind hold as much.
-            living: tensors that the graph may save and that live on anyway, as parameters.
+        `x`: the layer's input; `kind`: of the layer: those of one kind hold as much; `living`:
+        tensors that the graph may save and that live on anyway, such as parameters.
         """
         if self.is_over or run.frame.stops_early:
             return forward()

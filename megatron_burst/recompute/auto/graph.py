@@ -11,14 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def graph_bytes(results: Any, living: Iterable[Tensor]) -> int:
-    """Bytes of what the graph of a call's results holds for backward on their device, besides
-    these, `living`, and leaves, such as parameters.
-
-    Args:
-        results: tensors in any nesting.
-        living: tensors that live on anyway: the call's inputs, where the graph ends, and frozen
-            parameters.
-    """
+    """Bytes of what the graph of a call's results, tensors in any nesting, holds for backward on
+    their device, besides these, leaves such as parameters, and tensors that live on anyway: the
+    call's inputs, where the graph ends, and frozen parameters."""
     living, saved = list(living), {}
     elsewhere = {*storages(results), *_addresses(living)}
     devices = {x.device for x in tree_leaves(results) if isinstance(x, Tensor)}
@@ -48,8 +43,8 @@ def storages(tensors: Any) -> dict[int, int]:
 
 
 def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:
-    """The graph's nodes between `results`, tensors in any nesting, and the nodes that made what may
-    be read, of those that save a floating-point tensor."""
+    """The graph's nodes that save a floating-point tensor, between `results`, tensors in any
+    nesting, and `nodes`, which made what may be read."""
     users = defaultdict(list)
     for node in _behind(makers_of(results), set(nodes)):  # behind them nothing of theirs is read
         for before, _ in node.next_functions:
