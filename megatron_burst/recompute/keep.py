@@ -125,7 +125,7 @@ def with_contexts(generator, /, *args, **options):
     """The generator of other checkpoints: each call runs in a new frame."""
     by_name = "context_fn" in options  # since torch 2.15
     context_fn = options["context_fn"] if by_name else args[2]
-    frame: Frame[Any] = Frame(stops_early=True)
+    frame = Frame(stops_early=True)
 
     def contexts():
         return tuple(_InFrame(context, frame) for context in context_fn())
