@@ -180,7 +180,7 @@ class SLFusedProjLoss(nn.Module):
 
 def _attend(tensors: tuple[Tensor, Tensor, Tensor], call: tuple, groups: tuple[Any, Any],
             deterministic: bool = False, **options: Any) -> Result:  # fmt: skip
-    """Attention of (q, k, v); `call`: the function's name, the layout of masked rows, flash,
+    """Attention of (q, k, v); `call`: the function's name, the layout if a mask is given, flash,
     grad_ckpt and layer_idx; `groups`: process_group and double_group."""
     who, layout, flash, grad_ckpt, layer = call
     # of each the group that the original sends keys through, of it and that of dQ
@@ -211,11 +211,8 @@ def _attend(tensors: tuple[Tensor, Tensor, Tensor], call: tuple, groups: tuple[A
 
 
 def _slices_of(who: str, mask: Any, causal: bool, rows: int, keys: int, size: int) -> Tensor:
-    """The slices that a mask means for ranks of so many rows, and keys.
-
-    Raises:
-        BurstError: if it is neither slices nor a BlockMask of these or of all rows.
-    """
+    """The slices that a mask means for ranks of so many rows, and keys; refuses one that is neither
+    slices nor a BlockMask of these or of all rows."""
     length = getattr(mask, "seq_lengths", (None,))[0]
     require(who, [
         (length or isinstance(mask, Tensor),
@@ -254,9 +251,9 @@ def _needs(flash: Any, grad_ckpt: Any, group: Any, nested: Sequence[Any]) -> Ite
            "double_group must be the two groups [intra, inter], because together they tile the "
            "ranks", ranks, "pass both groups, or leave double_group out")  # fmt: skip
     if ranks[0] is not None:
-        every, size = dist.get_process_group_ranks(group or dist.group.WORLD), len(ranks[0])
-        row, column = divmod(every.index(dist.get_rank()), size)
-        yield (ranks == [every[row * size :][:size], every[column::size]],
+        all_ranks, size = dist.get_process_group_ranks(group or dist.group.WORLD), len(ranks[0])
+        row, column = divmod(all_ranks.index(dist.get_rank()), size)
+        yield (ranks == [all_ranks[row * size :][:size], all_ranks[column::size]],
                "double_group must be a row and a column of process_group's ranks, because rings "
                "run inside nodes and between them", ranks, "pass a row of neighbouring ranks and a "
                "column across rows, or leave double_group out")  # fmt: skip

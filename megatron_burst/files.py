@@ -5,10 +5,9 @@ What comes of one is plain data within limits, or a sentence that says what is w
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -47,8 +46,7 @@ LongText = Annotated[str, Limits(high=_MIB)]
 
 
 def harmless(text: str) -> str:
-    """A text with its control characters written out, so that no terminal obeys them; ends of
-    lines stay."""
+    """A text with control characters, but for ends of lines, written out for terminals."""
     if text.isprintable():
         return text
     return "".join(
@@ -76,26 +74,26 @@ class Reader:
     change: str
     most: int = 4 * _MIB  # bytes
 
-    def refusal(self, must: str, got: object, at: str = "", change: str = "") -> BurstError:
+    def refusal(self, must: str, got: object, at: str = "") -> BurstError:
         """Of what is at a place of the file."""
         where = f"{excerpt(self.name, 300)}{': ' * bool(at)}{excerpt(at)}"
         return BurstError(
             f"{self.who}: {where} must {must}, because {self.why}; got {excerpt(got, 300)}; "
-            f"{change or self.change}"
+            f"{self.change}"
         )
 
     def data(self, of_text: bool = False) -> bytes:
         """All bytes; `of_text`: whether they must be some text's."""
         try:
             with Path(self.name).open("rb") as file:
-                found = file.read(self.most + 1)
+                content = file.read(self.most + 1)
         except (OSError, ValueError) as error:  # ValueError: what no path may have
             raise self.refusal("be a readable file", _reason(error)) from None
-        if of_text and b"\0" in found:  # said before its size, which would be no use to change
+        if of_text and b"\0" in content:  # said before its size, which would be no use to change
             raise self.refusal("be a text file", "a binary file")
-        if len(found) > self.most:
+        if len(content) > self.most:
             raise self.refusal(f"have at most {self.most >> 10} KiB", "more")
-        return found
+        return content
 
     def text(self, errors: str = "strict") -> str:
         """As text in UTF-8; `errors`: as for `bytes.decode`."""
@@ -118,32 +116,29 @@ class Reader:
     def _parsed(self, form: str, parse: Callable[[str], Any], text: str, at: str) -> Any:
         """What was parsed, if it is neither too deep nor has too large numbers."""
         try:
-            found = parse(text)
+            data = parse(text)
         except (ValueError, RecursionError) as error:
             raise self.refusal(f"be {form}", _reason(error), at) from None
-        left = [(found, 0)]
-        while left:
-            value, depth = left.pop()
+        pending = [(data, 0)]
+        while pending:
+            value, depth = pending.pop()
             inside = value.values() if isinstance(value, dict) else value
             if isinstance(value, list | dict):
-                left += [(part, depth + 1) for part in inside]
+                pending += [(part, depth + 1) for part in inside]
             if depth > _DEEPEST:
                 raise self.refusal(f"nest lists and tables at most {_DEEPEST} deep", "more", at)
             large = isinstance(value, int) and abs(value) >= _LARGEST
             if large or (value != value and form == "JSON"):  # whose NaN not all readers type
                 raise self.refusal("have no NaN and no whole number from 2^64 on", value, at)
-        return found
+        return data
 
     def typed(self, kind: Any, value: Any, at: str = "", closed: bool = True) -> Any:
         """Plain data as a type: a dataclass, tuple, Mapping, Literal, str, bool, int, float, a
         union of them, any of them with `Limits`, or a class with `of_data`, which raises a
-        ValueError of what must hold.
+        ValueError of what must hold. Numbers without `Limits` are from 0 on.
 
-        Args:
-            kind: the type. Numbers without `Limits` are from 0 on.
-            value: the data.
-            at: its place in the file, e.g. "gpu.launch_us".
-            closed: whether tables hold no other keys than those of their dataclass.
+        `at`: the value's place in the file, e.g. "gpu.launch_us"; `closed`: whether tables hold no
+        other keys than those of their dataclass.
         """
         return _Typed(self, closed).of(kind, value, at, _USUAL)
 
@@ -171,20 +166,20 @@ class _Typed:
         if is_dataclass(kind):
             return self._table(kind, value, at)
         if origin is tuple:
-            what = f"list of tables, [[{at}]] in TOML" if is_dataclass(inner[0]) else "list"
-            self._check(isinstance(value, list), f"be a {what}", value, at)
+            noun = f"list of tables, [[{at}]] in TOML" if is_dataclass(inner[0]) else "list"
+            self._check(isinstance(value, list), f"be a {noun}", value, at)
             self._check(limits.hold(len(value)), "have entries", value, at)
-            if inner[0] is int and all(type(one) is int and 0 <= one < 1e15 for one in value):
+            if inner[0] is int and all(type(part) is int and 0 <= part < 1e15 for part in value):
                 return tuple(value)  # thousands of ranks, without a call for each
             return tuple(
-                self.of(inner[0], each, f"{at} {number}", _USUAL)
-                for number, each in enumerate(value, 1)
+                self.of(inner[0], part, f"{at} {number}", _USUAL)
+                for number, part in enumerate(value, 1)
             )
         self._check(isinstance(value, dict), "be a table", value, at)
         digits = inner[0] is int and all(len(key) < 20 and key.isdecimal() for key in value)
         return {  # JSON's names of entries are texts
             self.of(inner[0], int(key) if digits else key, at, _USUAL):
-            self.of(inner[1], one, f"{at}.{key}", _USUAL) for key, one in value.items()
+            self.of(inner[1], part, f"{at}.{key}", _USUAL) for key, part in value.items()
         }  # fmt: skip
 
     def _check(self, good: object, must: str, got: object, at: str) -> None:
@@ -205,17 +200,17 @@ class _Typed:
 
     def _table(self, kind: Any, table: Any, at: str) -> Any:
         self._check(isinstance(table, dict), "be a table", table, at)
-        known = _fields(kind)
-        for key in table.keys() - known.keys() if self.closed else ():
-            got = f"the unknown key {excerpt(key)!r}{nearest(excerpt(key), known)}"
-            raise self.reader.refusal(f"hold only {', '.join(known)}", got, at)
-        for key in known.keys() - table.keys():
-            if known[key].default is MISSING and known[key].default_factory is MISSING:
-                raise self.reader.refusal(f"hold {', '.join(known)}", f"no {key!r}", at)
+        by_name = {field.name: field for field in fields(kind)}
+        for key in table.keys() - by_name.keys() if self.closed else ():
+            got = f"the unknown key {excerpt(key)!r}{nearest(excerpt(key), by_name)}"
+            raise self.reader.refusal(f"hold only {', '.join(by_name)}", got, at)
+        for key in by_name.keys() - table.keys():
+            if by_name[key].default is MISSING and by_name[key].default_factory is MISSING:
+                raise self.reader.refusal(f"hold {', '.join(by_name)}", f"no {key!r}", at)
         inside = f"{at}." if at else ""
         return kind(**{
-            key: self.of(its.type, table[key], inside + key, _USUAL)
-            for key, its in known.items() if key in table
+            key: self.of(field.type, table[key], inside + key, _USUAL)
+            for key, field in by_name.items() if key in table
         })  # fmt: skip
 
     def _plain(self, kind: Any, value: Any, at: str, limits: Limits) -> Any:
@@ -234,13 +229,8 @@ class _Typed:
         good = isinstance(value, int | float) and not isinstance(value, bool)
         if good and limits.hold(value) and (kind is not int or value == int(value)):
             return kind(value)
-        what = limits.words("whole number" if kind is int else "number")
-        raise self.reader.refusal(f"be a {what}", repr(value), at)
-
-
-@cache
-def _fields(kind: Any) -> Mapping[str, Field]:
-    return {field.name: field for field in fields(kind)}
+        noun = limits.words("whole number" if kind is int else "number")
+        raise self.reader.refusal(f"be a {noun}", repr(value), at)
 
 
 def _reason(error: Exception) -> str:

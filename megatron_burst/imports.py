@@ -14,10 +14,12 @@ def when_imported(module: str, then: Callable[[], None]) -> Callable[[], None]:
     if module in sys.modules:
         then()
         return lambda: None
+    # equal for equal callbacks, also if they are partials
+    parts = (then.func, then.args) if isinstance(then, functools.partial) else then
     for finder in sys.meta_path:
-        if getattr(finder, "request", None) == (module, _parts(then)):
+        if getattr(finder, "request", None) == (module, parts):
             return finder.cancel
-    watcher = _ImportWatcher(module, then)
+    watcher = _ImportWatcher(module, then, (module, parts))
     sys.meta_path.insert(0, watcher)
     return watcher.cancel
 
@@ -25,9 +27,8 @@ def when_imported(module: str, then: Callable[[], None]) -> Callable[[], None]:
 class _ImportWatcher(MetaPathFinder):
     """Finds one module through the other finders of sys.meta_path, and wraps its execution."""
 
-    def __init__(self, module: str, then: Callable[[], None]) -> None:
-        self.module, self.then, self.is_delegating = module, then, False
-        self.request = module, _parts(then)  # equal for equal requests
+    def __init__(self, module: str, then: Callable[[], None], request: object) -> None:
+        self.module, self.then, self.request, self.is_delegating = module, then, request, False
 
     def find_spec(self, name, path=None, target=None):
         if name != self.module or self.is_delegating:
@@ -49,8 +50,3 @@ class _ImportWatcher(MetaPathFinder):
     def cancel(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-
-
-def _parts(then: Callable[[], None]) -> object:
-    """Equal for equal callbacks, also if they are partials."""
-    return (then.func, then.args) if isinstance(then, functools.partial) else then

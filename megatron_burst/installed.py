@@ -3,12 +3,13 @@
 import importlib.util
 import re
 import runpy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megatron_burst.errors import require
+from megatron_burst.errors import Need, require
 
 FIRST, LAST = (0, 16), (0, 20)  # releases under test; see docs/versions.md
 _INSTALL = "pip install megatron-core==0.19.2, or put a checkout of that release on PYTHONPATH"
@@ -28,8 +29,8 @@ class Megatron:
 
 def minor(release: str) -> tuple[int, int]:
     """(0, 19) of "0.19.2"; for a version that is no number, the last release under test."""
-    found = re.match(r"(\d+)\.(\d+)", release)
-    return (int(found[1]), int(found[2])) if found else LAST
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else LAST
 
 
 def find_megatron() -> Megatron | None:
@@ -41,42 +42,38 @@ def find_megatron() -> Megatron | None:
 
 
 def require_megatron(who: str) -> Megatron:
-    """The Megatron on sys.path, if burst supports it.
+    """The Megatron on sys.path; refuses none, one that is too old, and parts of two releases.
 
     A release newer than the tested ones is accepted: `patching.Patch` checks the functions that
     burst relies on.
-
-    Raises:
-        BurstError: if there is none, one that is too old, or parts of two releases.
     """
-    found = find_megatron()
-    require(who, _needs(found))
-    return found
+    megatron = find_megatron()
+    require(who, _needs(megatron))
+    return megatron
 
 
 def version_of(package: str) -> str:
     """Version of a distribution; "unknown" if it has no metadata."""
     if package == "megatron-core":  # a checkout on sys.path hides the one that has metadata
-        found = find_megatron()
-        return found.version if found else "unknown"
+        megatron = find_megatron()
+        return megatron.version if megatron else "unknown"
     try:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
 
 
-def _needs(found: Megatron | None):
+def _needs(megatron: Megatron | None) -> Iterator[Need]:
     must = "megatron.core must be importable, because burst patches it"
-    yield found, must, "none on sys.path", _INSTALL
-    yield from (
-        (minor(found.version) >= FIRST,
-         f"Megatron-Core must be {FIRST[0]}.{FIRST[1]} or newer, because older ones lack "
-         "functions that burst patches", str(found), _INSTALL),
-        (found.training is None or found.training.resolve() == found.folder.resolve(),
-         "megatron.core and megatron.training must come from the same release, because burst "
-         "patches both",
-         f"{found.folder} and {found.training}", "put one of them first on PYTHONPATH"),
-    )  # fmt: skip
+    yield megatron, must, "none on sys.path", _INSTALL
+    yield (minor(megatron.version) >= FIRST,
+           f"Megatron-Core must be {FIRST[0]}.{FIRST[1]} or newer, because older ones lack "
+           "functions that burst patches", str(megatron), _INSTALL)  # fmt: skip
+    folder, training = megatron.folder, megatron.training
+    yield (training is None or training.resolve() == folder.resolve(),
+           "megatron.core and megatron.training must come from the same release, because burst "
+           "patches both", f"{folder} and {training}",
+           "put one of them first on PYTHONPATH")  # fmt: skip
 
 
 def _place_of(package: str) -> Path | None:
@@ -85,8 +82,8 @@ def _place_of(package: str) -> Path | None:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # no parent; a stand-in without a spec
         return None
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]) if places else None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(folders[0]) if folders else None
 
 
 @cache  # it asks git for the commit

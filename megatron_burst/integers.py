@@ -44,11 +44,7 @@ def as_list(values: Any, axes: tuple[int, ...] = (1,)) -> list[Any] | None:
 def integer(
     who: str, name: str, value: Any, least: int = 0, most: int = MOST, why: str = TOKENS
 ) -> int:
-    """A value as an int.
-
-    Raises:
-        BurstError: if it is none, or not from `least` to `most`.
-    """
+    """A value as an int; refuses one that is none, or not from `least` to `most`."""
     number = as_integer(value)
     must = f"{name} must be an integer from {least} to {most}, because {why}"
     fits = number is not None and least <= number <= most
@@ -59,11 +55,8 @@ def integer(
 def integers(
     who: str, name: str, values: Any, least: int = 0, most: int = MOST, why: str = TOKENS
 ) -> list[int]:
-    """A sequence, array or tensor with one axis as a list of ints.
-
-    Raises:
-        BurstError: if it is none, or one is not from `least` to `most`.
-    """
+    """A sequence, array or tensor with one axis as a list of ints; refuses other values, and ints
+    that are not from `least` to `most`."""
 
     def read(entry: Any) -> int | None:
         number = as_integer(entry)
@@ -78,18 +71,15 @@ def entries[Entry](
     who: str, must: str, values: Any, read: Callable[[Any], Entry | None], change: str,
     axes: tuple[int, ...] = (1,),
 ) -> list[Entry]:  # fmt: skip
-    """What `read` makes of each entry of a sequence, or of an array or tensor with so many axes.
-
-    Raises:
-        BurstError: if it is none, or if an entry makes None.
-    """
-    given = as_list(values, axes)
-    require(who, [(given is not None, must, shown(values), change)])
-    made = [read(entry) for entry in given]
-    if None in made:
-        at = made.index(None)
-        require(who, [(False, must, f"{shown(given[at])} at index {at}", change)])
-    return [entry for entry in made if entry is not None]
+    """What `read` makes of each entry of a sequence, or of an array or tensor with so many axes;
+    refuses other values, and entries that make None."""
+    listed = as_list(values, axes)
+    require(who, [(listed is not None, must, shown(values), change)])
+    results = [read(entry) for entry in listed]
+    if None in results:
+        at = results.index(None)
+        require(who, [(False, must, f"{shown(listed[at])} at index {at}", change)])
+    return results
 
 
 def shown(value: Any) -> str:

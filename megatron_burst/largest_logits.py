@@ -17,14 +17,9 @@ from megatron_burst.recompute.keep import once
 
 @dataclass(slots=True)
 class LargestLogits:
-    """What one call finds.
+    """The largest scores of one call, of which all ranks of the group get the maximum."""
 
-    Attributes:
-        scores: [h], max(float32, q's dtype); kernels raise it while the call runs.
-        group: whose ranks share it.
-    """
-
-    scores: Tensor
+    scores: Tensor  # [h], max(float32, q's dtype); kernels raise it while the call runs
     group: dist.ProcessGroup
 
     @classmethod
@@ -36,25 +31,24 @@ class LargestLogits:
             scores = q.new_full(q.shape[2:3], -torch.inf, dtype=accumulate_dtype(q.dtype))
             return cls(scores, group)
 
-        if passes.keep is None:
-            return lowest()
-        return once(lowest)
+        return lowest() if passes.keep is None else once(lowest)
 
     def of_pass(self, passes: Passes, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Any:
         """`passes.forward`, after which the scores are those of all ranks; collective. A rank whose
         kernels fail shares too, as other ranks wait for it, unless a transfer failed."""
-        begun: list[None] = []
+        has_begun = False
         sample_mask, begin, sink = options
 
-        def noted() -> None:
+        def begin_and_note() -> None:
+            nonlocal has_begun
             begin()
-            begun.append(None)
+            has_begun = True
 
         try:
-            results = passes.forward(q, k, v, sample_mask, noted, sink, self.scores)
+            results = passes.forward(q, k, v, sample_mask, begin_and_note, sink, self.scores)
         except Exception:
             log = log_of(self.group)
-            if begun and log is not None and log.later_error is None:
+            if has_begun and log is not None and log.later_error is None:
                 with suppress(Exception):  # the first error is the cause
                     self._share()
             raise

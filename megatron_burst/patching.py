@@ -35,9 +35,9 @@ class Patch:
 
     group: str  # patches that are applied together
     place: str  # "module:function" or "module:Class.method"
-    # "module:function": called in its place, under every name that refers to it, with the original
-    # (and more, see `apply`) before its arguments; "=module:name": replaces it as is, in this place
-    # only; "": burst only relies on it
+    # "module:function": called in its place, under every name, with the original (and more, see
+    # `apply`) before its arguments; "=module:name": replaces it as is, in this place only; "":
+    # burst only relies on it
     becomes: str
     parameters: tuple[str, ...]  # names, in order, in the release that the patch was written for
     why: str  # its purpose, and why no public hook serves it
@@ -60,7 +60,7 @@ class Patch:
     def live(self) -> bool:
         """Whether it is applied."""
         try:
-            return self._is_in(*_owner_of(self.place))
+            return self._is_in(_named(self.place))
         except (ImportError, AttributeError):
             return False
 
@@ -73,27 +73,20 @@ class Patch:
         except (ImportError, AttributeError) as error:
             return f"megatron_burst: {self.target} cannot be imported: {error}"
         original = getattr(owner, name, None)
-        found = _parameters_of(original)
+        parameters = _parameters_of(original)
         known = self.parameters, *self.others
         # someone's wrapper may take any further options (mcore-bridge's apply_rotary_pos_emb)
-        if found in known or _parameters_of(original, without=Parameter.VAR_KEYWORD) in known:
+        if parameters in known or _parameters_of(original, Parameter.VAR_KEYWORD) in known:
             return None
         return (
             f"megatron_burst: {self.target} must have the parameters {self.parameters}, "
             f"because {'a patch replaces it' if self.becomes else 'burst is called by it'}; got "
-            f"{found} in {self.package} {version_of(self.package)}; install a release that "
+            f"{parameters} in {self.package} {version_of(self.package)}; install a release that "
             "megatron_burst's docs/versions.md names"
         )
 
-    def apply(self, *given: Any) -> None:
-        """Apply it. Idempotent.
-
-        Args:
-            given: passed to `becomes`, after the original.
-
-        Raises:
-            BurstError: if the original is not the function that the patch was written for.
-        """
+    def apply(self, *arguments: Any) -> None:
+        """Apply it, if it fits; `becomes` gets the arguments, after the original. Idempotent."""
         if self.live:
             return
         if misfit := self.misfit():
@@ -102,13 +95,14 @@ class Patch:
         if self.becomes.startswith("="):
             _rebind(owner, name, _named(self.becomes[1:]), everywhere=False)
         elif self.becomes:
-            _rebind(owner, name, self._wrapped(owner, name, given), isinstance(owner, ModuleType))
+            replacement = self._wrapped(owner, name, arguments)
+            _rebind(owner, name, replacement, everywhere=isinstance(owner, ModuleType))
 
-    def _wrapped(self, owner: Any, name: str, given: tuple[Any, ...]) -> Any:
+    def _wrapped(self, owner: Any, name: str, arguments: tuple[Any, ...]) -> Any:
         """The original, whose calls go to `becomes`."""
-        found = (inspect.getattr_static if isinstance(owner, type) else getattr)(owner, name)
-        method = type(found) if isinstance(found, staticmethod | classmethod) else None
-        function = found.__func__ if method else found
+        original = (inspect.getattr_static if isinstance(owner, type) else getattr)(owner, name)
+        method = type(original) if isinstance(original, staticmethod | classmethod) else None
+        function = original.__func__ if method else original
         becomes: list[Callable[..., Any]] = []
 
         @functools.wraps(function)
@@ -117,17 +111,16 @@ class Patch:
                 # loaded at the first call: it may import what is being imported now, see
                 # `imports.when_imported`; in a list, which torch.compile can trace
                 becomes.append(_named(self.becomes))
-            return becomes[0](function, *given, *args, **options)
+            return becomes[0](function, *arguments, *args, **options)
 
         setattr(replacement, _MARK, (self.becomes, function))
         return method(replacement) if method else replacement
 
-    def _is_in(self, owner: Any, name: str) -> bool:
-        found = getattr(owner, name, None)
+    def _is_in(self, function: Any) -> bool:
         if self.becomes.startswith("="):
-            return found is _named(self.becomes[1:])
-        while (mark := getattr(found, _MARK, None)) is not None:  # others may have wrapped it
-            becomes, found = mark
+            return function is _named(self.becomes[1:])
+        while (mark := getattr(function, _MARK, None)) is not None:  # others may have wrapped it
+            becomes, function = mark
             if becomes == self.becomes:
                 return True
         return False
@@ -139,11 +132,8 @@ def on_undo(give_back: Callable[[], None]) -> None:
 
 
 def undo_all() -> None:
-    """Undo all patches in this process, the latest first.
-
-    Models keep the attention and the loss that they were built with. A function that other code
-    has replaced after the patch is not restored.
-    """
+    """Undo all patches in this process, the latest first. Models keep the attention and the loss
+    that they were built with; a function that other code has replaced since is not restored."""
     while _UNDO:
         _UNDO.pop()()
 
@@ -152,8 +142,8 @@ def _parameters_of(function: Any, without: Any = None) -> tuple[str, ...] | None
     """Names of a function's parameters, except those of one kind; None if it is not a function."""
     if not callable(function):
         return None
-    found = inspect.signature(function).parameters.items()
-    return tuple(name for name, parameter in found if parameter.kind is not without)
+    parameters = inspect.signature(function).parameters.items()
+    return tuple(name for name, parameter in parameters if parameter.kind is not without)
 
 
 def _named(path: str) -> Any:
@@ -171,22 +161,20 @@ def _owner_of(path: str) -> tuple[Any, str]:
 
 
 def _rebind(owner: Any, name: str, replacement: Any, everywhere: bool) -> None:
-    """Rebind an attribute, and `everywhere` every name that loaded modules have for its old value.
-
-    An earlier `from module import function` makes such a name; methods have none.
-    """
+    """Rebind an attribute, and `everywhere` every name that loaded modules have for its old value,
+    as an earlier `from module import function` makes; methods have none."""
     original = vars(owner).get(name)  # None if a class inherits it
     if everywhere:
-        for module, other in _names_of(original):
-            setattr(module, other, replacement)
+        for module, alias in _names_of(original):
+            setattr(module, alias, replacement)
     setattr(owner, name, replacement)
     on_undo(functools.partial(_give_back, owner, name, original, replacement, everywhere))
 
 
 def _give_back(owner: Any, name: str, original: Any, replacement: Any, everywhere: bool) -> None:
     if everywhere:  # also names bound since
-        for module, other in _names_of(replacement):
-            setattr(module, other, original)
+        for module, alias in _names_of(replacement):
+            setattr(module, alias, original)
     elif vars(owner).get(name) is replacement:
         if original is None:
             delattr(owner, name)
@@ -196,9 +184,9 @@ def _give_back(owner: Any, name: str, original: Any, replacement: Any, everywher
 
 def _names_of(function: Any) -> Iterator[tuple[ModuleType, str]]:
     """Every (module, name) of loaded modules that refers to a function."""
-    home = (getattr(function, "__module__", None) or "").partition(".")[0]
-    passed_over = [name for name in _LARGE if name != home]
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    skipped = [name for name in _LARGE if name != package]
     for path, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and path.partition(".")[0] not in passed_over:
+        if isinstance(module, ModuleType) and path.partition(".")[0] not in skipped:
             names = [name for name, value in vars(module).items() if value is function]
             yield from ((module, name) for name in names)

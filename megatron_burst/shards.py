@@ -1,6 +1,7 @@
 """Shards of a whole sample, and the whole sample again: for programs without Megatron."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -25,21 +26,13 @@ type Sizes = tuple[int, int, str, torch.device]
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How a sample is sharded, and which part of it a call passes.
+    """How a sample is sharded, and which part of it a call passes."""
 
-    Attributes:
-        who: subject of error messages.
-        layout: of the rows.
-        group: ranks that hold them; None if one rank holds all.
-        whole: whether calls pass the whole sample, not this rank's rows.
-        sample: its documents, if it is packed.
-    """
-
-    who: str
+    who: str  # subject of error messages
     layout: str
-    group: dist.ProcessGroup | None
-    whole: bool
-    sample: Sample | None
+    group: dist.ProcessGroup | None  # ranks that hold the rows; None if one rank holds all
+    whole: bool  # whether calls pass the whole sample, not this rank's rows
+    sample: Sample | None  # its documents, if it is packed
 
     @property
     def size(self) -> int:
@@ -101,8 +94,8 @@ class Shards:
         """The documents, once all ranks make the same call.
 
         Args:
-            problem: what this rank refuses already; then there are no sizes.
-            sizes: tokens and sequences that the call passes, what to say of them, and the device.
+            problem: what this rank refuses already; then `sizes` is not called.
+            sizes: tokens and sequences that the call passes, a text about them, and the device.
             terms, data: what else must be the same on all ranks, as for `announce`.
 
         Raises:
@@ -128,11 +121,8 @@ class Shards:
         if self.group is not None:
             same = {"layout": self.layout, "documents": f"{documents is not None}", **(terms or {})}
             same, compared = ({}, {}) if problem else (same, compared)
-            try:
+            with nullcontext() if failure is None else suppress(BurstError):
                 announce(self.group, same, self.who, problem, data=compared)
-            except BurstError:
-                if failure is None:
-                    raise
         if failure is not None:
             raise failure
         if problem:
@@ -224,9 +214,9 @@ def unshard(x: Tensor, *, group: Ranks = None, layout: LayoutName = "zigzag",
     documents = _opened(shards, x, dim, shards.follows(packed=True))
     if shards.group is None:
         return x.clone()
-    everyones = _Gathered.apply(x.movedim(dim, 0), shards.group)
-    places = shards.order(x.shape[dim], documents, x.device).argsort()
-    return everyones.index_select(0, places).movedim(0, dim)
+    gathered = _Gathered.apply(x.movedim(dim, 0), shards.group)
+    indices = shards.order(x.shape[dim], documents, x.device).argsort()
+    return gathered.index_select(0, indices).movedim(0, dim)
 
 
 class _Gathered(torch.autograd.Function):
@@ -235,17 +225,17 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.announce = group, backward_of(group)
-        everyones = x.new_empty(group.size() * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(everyones, x.contiguous(), group)
-        return everyones
+        gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group)
+        return gathered
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.announce()
         grad = grads[0].contiguous()
-        mine = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, grad, group=ctx.group)
-        return mine, None
+        own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad, group=ctx.group)
+        return own, None
 
 
 def position_ids(tokens: int, *, group: Ranks = None, layout: LayoutName = "zigzag",

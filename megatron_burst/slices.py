@@ -53,11 +53,10 @@ def causal_with_spans(spans: Iterable[Span], tokens: int) -> Tensor:
     who = "causal_with_spans"
     tokens, parts, end = integer(who, "tokens", tokens, 1), [], 0
     for start, stop in (*_ranges(who, "spans", spans), (tokens, tokens)):
-        must = (
-            f"spans must ascend within the sample's {tokens} tokens, because each is a part of it"
-        )
-        got = f"({start}, {stop}) after position {end}"
-        require(who, [(end <= start and stop <= tokens, must, got, "sort them, and cut overlaps")])
+        require(who, [(
+            end <= start and stop <= tokens,
+            f"spans must ascend within the sample's {tokens} tokens, because each is a part of it",
+            f"({start}, {stop}) after position {end}", "sort them, and cut overlaps")])  # fmt: skip
         parts += [(end, start, 0, start, CAUSAL), (start, stop, 0, stop, FULL)]
         end = stop
     return _table(parts)
@@ -149,13 +148,12 @@ def blocks(alive: Tensor, block: int, tokens: int, causal: bool = False) -> Tens
     block = integer(who, "block", block, 1, why="the sample is cut into blocks of that many tokens")
     number = -(-tokens // block)
     fits = _is_bitmap(alive) and tuple(alive.shape) == (number, number)
-    must = f"a block mask must be bool [{number}, {number}], because {tokens} tokens make so many "
-    must += f"blocks of {block}"
-    later = bool(alive.triu(1).any()) if fits and causal else False
     require(who, [
-        (fits, must, shown(alive), "pass one entry for each pair of blocks"),
-        (not later, "a causal block mask must have no block above the diagonal, because keys there "
-         "are later than queries", "some", "leave out causal, or call tril() first"),
+        (fits, f"a block mask must be bool [{number}, {number}], because {tokens} tokens make so "
+         f"many blocks of {block}", shown(alive), "pass one entry for each pair of blocks"),
+        (not (fits and causal and alive.triu(1).any()),
+         "a causal block mask must have no block above the diagonal, because keys there are later "
+         "than queries", "some", "leave out causal, or call tril() first"),
     ])  # fmt: skip
     parts = []
     for row, first, last in _runs(alive):
@@ -172,15 +170,8 @@ def of_block_mask(mask: Any, causal: bool = False) -> Tensor:
     """A BlockMask of torch's FlexAttention, the same for all sequences of the batch and all heads:
     `create_block_mask(mask_mod, None, None, t, t)`. Its `mask_mod` is asked for the pairs of
     partial blocks only. `causal`: whether later keys are masked as well."""
-    who, kind = "of_block_mask", "mask must be a BlockMask of torch's FlexAttention"
-    need = all(hasattr(mask, name) for name in ("seq_lengths", "kv_num_blocks", "mask_mod"))
-    must = f"{kind}, because its blocks are read"
-    require(who, [(need, must, shown(mask), "make it with create_block_mask")])
-    (tokens, keys), (block, wide) = mask.seq_lengths, mask.BLOCK_SIZE
-    must = "a BlockMask must be one square mask of square blocks, because all heads share slices"
-    fits = (*mask.shape[:-2], keys, wide) == (1, 1, tokens, block)
-    got = f"shape {tuple(mask.shape)}, blocks {mask.BLOCK_SIZE}"
-    require(who, [(fits, must, got, "pass None for B and H, and one number for BLOCK_SIZE")])
+    require("of_block_mask", _needs_of_block_mask(mask))
+    (tokens, _), (block, _) = mask.seq_lengths, mask.BLOCK_SIZE
     listed = torch.zeros(2, -(-tokens // block), mask.kv_indices.shape[-1], dtype=torch.int64)
     for bitmap, counts, columns in (
         (listed[0], mask.full_kv_num_blocks, mask.full_kv_indices),
@@ -202,6 +193,17 @@ def of_block_mask(mask: Any, causal: bool = False) -> Tensor:
             patterns[key] = of_pairs(seen)
         parts.append(patterns[key] + torch.tensor([row * block] * 2 + [column * block] * 2 + [0]))
     return torch.cat(parts)
+
+
+def _needs_of_block_mask(mask: Any) -> Iterator[Need]:
+    yield (all(hasattr(mask, name) for name in ("seq_lengths", "kv_num_blocks", "mask_mod")),
+           "mask must be a BlockMask of torch's FlexAttention, because its blocks are read",
+           shown(mask), "make it with create_block_mask")  # fmt: skip
+    (tokens, keys), (block, wide) = mask.seq_lengths, mask.BLOCK_SIZE
+    yield ((*mask.shape[:-2], keys, wide) == (1, 1, tokens, block),
+           "a BlockMask must be one square mask of square blocks, because all heads share slices",
+           f"shape {tuple(mask.shape)}, blocks {mask.BLOCK_SIZE}",
+           "pass None for B and H, and one number for BLOCK_SIZE")  # fmt: skip
 
 
 def of_pairs(seen: Tensor) -> Tensor:

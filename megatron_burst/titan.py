@@ -36,30 +36,20 @@ _IN_PLACE: WeakSet[dist.ProcessGroup] = WeakSet()  # per process: groups of repl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedMask:
-    """What attention is told instead of a mask.
-
-    Attributes:
-        layout: of the rows.
-        cu_seqlens: ends of the documents of each whole sequence of the batch, on the CPU.
-    """
+    """What attention gets instead of a mask."""
 
     layout: LayoutName
-    cu_seqlens: tuple[Tensor, ...]
+    cu_seqlens: tuple[Tensor, ...]  # of each whole sequence of the batch, on the CPU
 
 
 def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: Any) -> None:
-    """torchtitan's: replace the forward of inner attention, [b, s / ranks, heads, d]. Errors name
-    layers by their place in `attention_modules`, from 1.
-
-    Raises:
-        BurstError: if attention is of another class than torchtitan's FlexAttention and
-            ScaledDotProductAttention.
-    """
-    fit = FlexAttention, ScaledDotProductAttention
+    """torchtitan's: replace the forward of inner attention, [b, s / ranks, heads, d]; refuses other
+    classes than FlexAttention and ScaledDotProductAttention. Errors count layers from 1."""
     for layer, module in enumerate(attention_modules, 1):
         require(_WHO, [(
-            type(module) in fit, "inner attention must be FlexAttention or "
-            "ScaledDotProductAttention, because burst does not know what other modules compute",
+            type(module) in (FlexAttention, ScaledDotProductAttention),
+            "inner attention must be FlexAttention or ScaledDotProductAttention, because burst "
+            "does not know what other modules compute",
             type(module).__name__, "set attn_backend flex")])  # fmt: skip
         module.forward = partial(_attend, cp_mesh.get_group(), layer)
     _IN_PLACE.add(cp_mesh.get_group())
@@ -68,10 +58,10 @@ def apply_cp_to_forward(attention_modules: Sequence[torch.nn.Module], cp_mesh: A
 def _attend(group: dist.ProcessGroup, layer: int, q: Tensor, k: Tensor, v: Tensor, *,
             attention_masks: ShardedMask | None = None, scale: float | None = None,
             enable_gqa: bool = False, is_causal: bool = True, **more: Any) -> Tensor:  # fmt: skip
-    asked = [name for name, x in more.items() if x is not None]
+    extras = [name for name, x in more.items() if x is not None]
     require(_WHO, [
-        (not asked, "a model must ask attention for nothing but a mask and a scale, because burst "
-         "supports nothing else here", ", ".join(asked), "use another model"),
+        (not extras, "a model must ask attention for nothing but a mask and a scale, because burst "
+         "supports nothing else here", ", ".join(extras), "use another model"),
         (isinstance(attention_masks, ShardedMask),
          "attention must get the whole sample's layout, because a shard alone does not show where "
          "it lies", type(attention_masks).__name__, "shard with prepare_context_parallel_input"),
@@ -90,11 +80,7 @@ def prepare_context_parallel_input(
     ptrr_mask_key: str | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:  # fmt: skip
     """torchtitan's: this rank's rows of a batch, [b, s]; positions say where documents begin.
-
-    Raises:
-        BurstError: on all ranks, if the load balancer or the mask is not supported, or if attention
-            was not replaced.
-    """
+    Refuses other load balancers and masks, and attention that was not replaced."""
     group, masks = cp_mesh.get_group(), extra_kwargs.get("attention_masks")
     require(_WHO, _of_input(group, masks, load_balancer_type))
     layout, positions = _LAYOUTS[load_balancer_type], extra_kwargs["positions"]
@@ -122,25 +108,25 @@ def _of_input(group: dist.ProcessGroup, masks: Any, balancer: str | None) -> Ite
            "mask here", ", ".join(strange), "use another model")  # fmt: skip
 
 
-def _saved_operators(theirs: Callable[[], set]) -> set:
+def _saved_operators(original: Callable[[], set]) -> set:
     """What selective checkpoints save: attention in compiled layers too."""
-    return {*theirs(), torch.ops.megatron_burst.attention.default}
+    return {*original(), torch.ops.megatron_burst.attention.default}
 
 
 def put_in_place() -> None:
     """Replace torchtitan's functions wherever they were imported by name; again changes nothing."""
-    theirs = activation_checkpoint._get_default_save_ops
-    if getattr(theirs, "func", None) is not _saved_operators:
-        _replace(theirs, partial(_saved_operators, theirs), "_get_default_save_ops")
-    for ours in (apply_cp_to_forward, prepare_context_parallel_input):
-        _replace(getattr(api, ours.__name__), ours, ours.__name__)
+    original = activation_checkpoint._get_default_save_ops
+    if getattr(original, "func", None) is not _saved_operators:
+        _replace(original, partial(_saved_operators, original), "_get_default_save_ops")
+    for function in (apply_cp_to_forward, prepare_context_parallel_input):
+        _replace(getattr(api, function.__name__), function, function.__name__)
 
 
-def _replace(theirs: object, ours: object, name: str) -> None:
+def _replace(original: object, replacement: object, name: str) -> None:
     """Replace a function of this name in all modules that have it."""
     for module in [*sys.modules.values()]:
-        if module is not None and vars(module).get(name) is theirs:
-            setattr(module, name, ours)
+        if module is not None and vars(module).get(name) is original:
+            setattr(module, name, replacement)
 
 
 put_in_place()

@@ -13,16 +13,13 @@ from megatron_burst.loss.statistics import WHO
 class Attempt:
     """What a rank computes between the collectives of a pass. If that fails, the rank makes the
     other collectives nevertheless, with NaN, as other ranks wait for them; then the exception
-    leaves the context. On CPUs the other ranks raise too, on GPUs, which nothing waits for, they
-    get NaN.
+    leaves the context. On CPUs the other ranks raise a DisagreementError then; on GPUs, which
+    nothing waits for, they get NaN.
 
     Args:
         group: the ranks; None: this one alone.
         device: computes.
         failure: of this rank, before the pass; then it makes its collectives only.
-
-    Raises:
-        DisagreementError: at the end, if another rank failed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device,

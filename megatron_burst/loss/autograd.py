@@ -31,7 +31,7 @@ class Recomputed(torch.autograd.Function):
             stats, buffer = passes.statistics_pass(head, hidden, weight, rows, attempt)
             outputs = attempt(_outputs, head, rows, stats)
         ctx.save_for_backward(hidden, weight, stats)
-        ctx.kept = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
+        ctx.tile = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
         ctx.rows, ctx.head, ctx.announce = rows, head, backward_of(head.tp.group)
         # after offloading, saved_tensors does not return the parameter itself: keep its buffer
         ctx.weight = weight
@@ -47,15 +47,15 @@ class Recomputed(torch.autograd.Function):
         head, rows = ctx.head, ctx.rows
         wants_weight = ctx.needs_input_grad[1]
         total = main_grad = main_grad_of(ctx.weight) if wants_weight else None
-        kept, ctx.kept = ctx.kept, None  # overwritten: a second backward recomputes it
+        tile, ctx.tile = ctx.tile, None  # overwritten: a second backward recomputes it
         with head.tp.attempt(hidden) as attempt:
             factors = attempt(_factors, head, rows, stats, *grads)
             if wants_weight and main_grad is None:
                 dtype = sum_dtype(weight.dtype)
                 total = attempt(torch.zeros_like, weight, dtype=dtype)
             sums = Sums(_hidden_sum(ctx, head, rows, hidden, attempt), total)
-            passes.gradient_pass(head, hidden, weight, rows, factors, sums, attempt, kept)
-            del kept
+            passes.gradient_pass(head, hidden, weight, rows, factors, sums, attempt, tile)
+            del tile
             dhidden = sums.hidden and sums.hidden.finish(hidden.shape)
         if main_grad is not None:
             return dhidden, announce_main_grad(ctx.weight), None, None
@@ -138,10 +138,8 @@ def held_bytes(weight: Tensor) -> int:
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """Megatron's float32 gradient buffer of this weight, if we may add to it directly.
-
-    Not with Megatron-FSDP, which allocates it on the fly, nor in 16 bits, too coarse for sums.
-    """
+    """Megatron's float32 gradient buffer of this weight, if we may add to it: not Megatron-FSDP's,
+    which is allocated on the fly, nor one in 16 bits, too coarse for sums."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or hasattr(weight, "__fsdp_param__"):
         return None
@@ -154,9 +152,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 def announce_main_grad(weight: Tensor) -> Tensor | None:
     """Tell Megatron that `main_grad` has this call's gradient; returns what autograd gets for it.
 
-    Megatron's hook requires a gradient. It gets a single zero, expanded; only a weight with other
-    gradients too (`zero_out_wgrad`, `shared_embedding`) gets real zeros, to which those can be
-    added.
+    Megatron's hook requires a gradient: a single zero, expanded. Only a weight with other gradients
+    too (`zero_out_wgrad`, `shared_embedding`) gets real zeros, to which those can be added.
     """
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False) or getattr(weight, "shared_embedding", False):

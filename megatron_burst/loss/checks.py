@@ -23,8 +23,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)  # splitmix64's, signed
 
 
-class Given(NamedTuple):
-    """What a call is given, as in `linear_cross_entropy`."""
+class LossInputs(NamedTuple):
+    """Arguments of `linear_cross_entropy` that have data."""
 
     hidden: Tensor
     weight: Tensor
@@ -40,20 +40,20 @@ class Given(NamedTuple):
 
 
 def checked_rows(
-    inputs: Given, tp: TensorParallel, options: LossOptions, settings: Mapping[str, object]
+    inputs: LossInputs, tp: TensorParallel, options: LossOptions, settings: Mapping[str, object]
 ) -> Rows:
     """The tokens of a call; refuses one that cannot be computed correctly.
 
-    Ranks tell each other their shapes, options and refusals: through the store once per new
-    combination, then in the stamp of each call. Labels, masks and counts are checked on the CPU
-    only: on a GPU that would synchronize, and what is wrong makes the loss NaN.
+    Ranks compare shapes, options and refusals: through the store once per new combination, then in
+    the stamp of each call. Labels, masks and counts are checked on the CPU only: on a GPU that
+    would synchronize, and what is wrong makes the loss NaN.
 
     Raises:
         BurstError: on all ranks; DisagreementError if they call differently; inside of torch.func's
             transforms, vmap and forward-mode AD.
     """
-    problem = unmet_needs(WHO, chain(_kinds(inputs), _needs_of(options), _switches(tp, settings),
-                                     _needs(inputs, tp, options, settings)))  # fmt: skip
+    problem = unmet_needs(WHO, chain(_needs_of_types(inputs, tp, options, settings),
+                                     _needs_of_values(inputs, tp, options, settings)))  # fmt: skip
     try:
         refuse_transforms(WHO, inputs.hidden, inputs.weight)
     except BurstError as error:
@@ -74,7 +74,9 @@ def checked_rows(
         return Rows.lacking(*shape, tp.block, most, error)  # others begin the pass: it does too
 
 
-def _kinds(inputs: Given) -> Iterator[Need]:
+def _needs_of_types(
+    inputs: LossInputs, tp: TensorParallel, options: LossOptions, settings: Mapping[str, object]
+) -> Iterator[Need]:
     for name, x in inputs.tensors.items():
         yield (is_dense(x),
                f"{name} must be a dense tensor with data, because nothing is converted silently",
@@ -84,15 +86,9 @@ def _kinds(inputs: Given) -> Iterator[Need]:
            "supervised must be what count_supervised returns, because the CPU waits until the GPU "
            "has counted", type(inputs.supervised).__name__,
            "call count_supervised and pass its result")  # fmt: skip
-
-
-def _needs_of(options: LossOptions) -> Iterator[Need]:
     yield (isinstance(options, LossOptions), "options must be LossOptions, because other types "
            "would be ignored", short_repr(options), "pass LossOptions(...)")  # fmt: skip
     yield from options.needs()
-
-
-def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Need]:
     switches = settings.keys() & {"return_lse", "entropy", "invariant"}
     values = {name: settings[name] for name in sorted(switches)}
     for name, value in {"sequence_parallel": tp.sequence_parallel, **values}.items():
@@ -100,10 +96,9 @@ def _switches(tp: TensorParallel, settings: Mapping[str, object]) -> Iterator[Ne
                repr(value), "pass a bool")  # fmt: skip
 
 
-def _needs(
-    inputs: Given, tp: TensorParallel, options: LossOptions, settings: Mapping
+def _needs_of_values(
+    inputs: LossInputs, tp: TensorParallel, options: LossOptions, settings: Mapping
 ) -> Iterator[Need]:
-    """What must hold of tensors."""
     hidden, weight, labels, loss_mask, supervised = inputs
     shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
     dtypes = f"{hidden.dtype} and {weight.dtype}"
@@ -152,7 +147,7 @@ def _needs(
     )  # fmt: skip
 
 
-def _terms(inputs: Given, options: LossOptions, settings: Mapping) -> dict[str, str]:
+def _terms(inputs: LossInputs, options: LossOptions, settings: Mapping) -> dict[str, str]:
     """What must be the same on all ranks, in words."""
     hidden, weight, _, loss_mask, supervised = inputs
     return {
@@ -168,14 +163,14 @@ def _terms(inputs: Given, options: LossOptions, settings: Mapping) -> dict[str, 
 
 
 def _compared(
-    inputs: Given, tp: TensorParallel, options: LossOptions
+    inputs: LossInputs, tp: TensorParallel, options: LossOptions
 ) -> tuple[Tensor, int | None, Tensor | None]:
-    """Compare what must be equal: labels, masks and the number of tokens; one collective, on CPUs
-    also of a rank that fails before it.
+    """Compare labels, masks and the number of tokens by one collective, on CPUs also of a rank that
+    fails before it.
 
     Returns:
-        which tokens count; the most that are computed per block, None for all; and on a GPU, where
-        nothing is read, 1 or NaN, if something differs.
+        which tokens count; the most that are computed per block, None for all; and on a GPU 1, or
+        NaN if something differs.
     """
     labels, failure = inputs.labels, None
     try:
@@ -207,7 +202,7 @@ def _compared(
 
 
 def _counted(
-    inputs: Given, valid: Tensor, counted: int | None, tp: TensorParallel
+    inputs: LossInputs, valid: Tensor, counted: int | None, tp: TensorParallel
 ) -> tuple[Tensor, Tensor]:
     """What is compared: the most tokens of a block, how many labels are wrong, whether there are
     more than were counted, a hash and its complement, and a rank that failed; which are wrong."""

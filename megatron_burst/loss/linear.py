@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed, held_bytes
-from megatron_burst.loss.checks import Given, checked_rows
+from megatron_burst.loss.checks import LossInputs, checked_rows
 from megatron_burst.loss.passes import Head
 from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel, valid_tokens
 from megatron_burst.loss.statistics import Grads, LossOptions, Reduction, sum_dtype
@@ -41,10 +41,9 @@ def linear_cross_entropy(
             sequence_parallel [s / tp, b, h], the first axis sharded over the group in rank order.
         weight: [vocab / tp, h], contiguous, in hidden's dtype: this rank's classes, in rank order.
         labels: [...] integers, for the whole sequence, the same on all ranks of the group. A label
-            out of range is refused on the CPU. On a GPU it makes its token's loss and all
-            gradients NaN on all ranks, even if only one rank has it.
-            Labels or masks that differ between ranks are refused on the CPU; on a GPU all losses
-            become NaN.
+            out of range is refused on the CPU; on a GPU it makes its token's loss and all gradients
+            NaN on all ranks. Labels or masks that differ between ranks are refused on the CPU; on a
+            GPU all losses become NaN.
         tp_group: ranks that the vocabulary is sharded over; None: this rank has all of it.
         sequence_parallel: whether the sequence is sharded over them too.
         reduction: "none": [...] float32 losses; "sum" or "mean" of loss * loss_mask over the tokens
@@ -96,9 +95,9 @@ def _linear_cross_entropy(
     """`linear_cross_entropy`; `settings`: its other arguments."""
     hidden, weight = autocast_inputs(hidden, weight)
     enabled = torch.is_grad_enabled()  # what is no tensor is refused below
-    wanted = tuple(enabled and getattr(x, "requires_grad", False) for x in (hidden, weight))
-    inputs = Given(hidden, weight, labels, loss_mask)
-    rows, weights, head = ready_loss(inputs, tp_group, settings, wanted)
+    needs_grad = tuple(enabled and getattr(x, "requires_grad", False) for x in (hidden, weight))
+    inputs = LossInputs(hidden, weight, labels, loss_mask)
+    rows, weights, head = ready_loss(inputs, tp_group, settings, needs_grad)
     if head.whole:
         loss = GradientsInForward.apply(hidden, weight, weights, rows, head)
     else:
@@ -108,39 +107,28 @@ def _linear_cross_entropy(
     return (loss, lse.view(labels.shape)) if settings["return_lse"] else loss
 
 
-class ReadyLoss(NamedTuple):
-    """A call that all ranks agree on."""
-
-    rows: Rows
-    weights: Tensor | None  # of losses in the reduction, [blocks, tokens]
-    head: Head
-
-
 def ready_loss(
-    inputs: Given, tp_group: dist.ProcessGroup | None, settings: Mapping[str, Any],
-    wanted: tuple[bool, ...],
-) -> ReadyLoss:  # fmt: skip
-    """What a call runs; `wanted`: whether hidden states and the weight need gradients.
-
-    Raises:
-        BurstError: as `linear_cross_entropy`.
-    """
+    inputs: LossInputs, tp_group: dist.ProcessGroup | None, settings: Mapping[str, Any],
+    needs_grad: tuple[bool, ...],
+) -> tuple[Rows, Tensor | None, Head]:  # fmt: skip
+    """A call that all ranks agree on: its rows, the weights of losses in the reduction, [blocks,
+    tokens], and its head. `needs_grad`: whether hidden states and the weight need gradients."""
     hidden, weight, _, loss_mask, _ = inputs
     options = LossOptions(*(settings[field.name] for field in fields(LossOptions)))
     tp = TensorParallel.of(tp_group, settings["sequence_parallel"])
     compared = {name: settings[name] for name in ("reduction", "grads", "return_lse", "invariant")}
+    reduction, grads, return_lse, invariant = compared.values()
     inputs = inputs._replace(supervised=settings["supervised"])
     rows = checked_rows(inputs, tp, options, compared)
-    reduction, grads, invariant = (settings[n] for n in ("reduction", "grads", "invariant"))
     # in forward fp16 is not loss-scaled yet
-    late = hidden.dtype == torch.float16 or settings["return_lse"] or reduction == "none"
+    late = hidden.dtype == torch.float16 or return_lse or reduction == "none"
     mode = grads if grads != "auto" else "recompute" if late else "forward"
-    whole = mode == "forward" and any(wanted)
+    whole = mode == "forward" and any(needs_grad)
     rows, weights = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
-    held = held_bytes(weight) if whole and wanted[1] else 0
-    head = _head(hidden, weight, options, tp, rows, whole, held, invariant)
+    sum_bytes = held_bytes(weight) if whole and needs_grad[1] else 0
+    head = _head(hidden, weight, options, tp, rows, whole, sum_bytes, invariant)
     keep = head.keep if whole else settings["keep_logits"]
-    return ReadyLoss(rows, weights, replace(head, keep=keep, whole=whole))
+    return rows, weights, replace(head, keep=keep, whole=whole)
 
 
 class TokenLogProbs(NamedTuple):
@@ -178,7 +166,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
     hidden, weight = autocast_inputs(hidden, weight)
     options = LossOptions() if options is None else options
     tp = TensorParallel.of(tp_group, sequence_parallel)
-    inputs = Given(hidden, weight, labels, loss_mask)
+    inputs = LossInputs(hidden, weight, labels, loss_mask)
     rows = checked_rows(inputs, tp, options, {"entropy": entropy, "invariant": invariant})
     head = _head(hidden, weight, options, tp, rows, False, invariant=invariant)
     head = replace(head, entropy=entropy, keep=keep_logits)
@@ -191,8 +179,8 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
 def _row_weights(
     rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.dtype, tp: TensorParallel
 ) -> tuple[Rows, Tensor | None]:
-    """The rows, and weights of losses in the reduction; None of a rank that failed, whose rows say
-    so: it makes the pass's collectives, as others wait for them."""
+    """The rows, and weights of losses in the reduction; if this fails, rows say so, since the rank
+    makes the pass's collectives nevertheless, as others wait for them."""
     if rows.failure is not None:
         return rows, None
     try:
@@ -215,8 +203,8 @@ def _weights(rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.
 
 
 def _head(
-    hidden, weight, options, tp, rows: Rows, whole: bool, held: int = 0, invariant: bool = False
+    hidden, weight, options, tp, rows: Rows, whole: bool, sum_bytes=0, invariant: bool = False
 ) -> Head:
     choose = fixed_tiles if invariant else choose_tiles
-    tiles = choose(tp.sizes(rows.labels.numel(), hidden, weight, held), whole)
+    tiles = choose(tp.sizes(rows.labels.numel(), hidden, weight, sum_bytes), whole)
     return Head(options, tp, tiles, weight.shape[0] * tp.size)

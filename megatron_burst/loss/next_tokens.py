@@ -93,8 +93,7 @@ def _of_ids(tokens: Tensor, dim: int) -> Iterator[Need]:
 
 
 def _of_rows(shards: Shards, tokens: Tensor, dim: int) -> Iterator[Need]:
-    """Whether they may be a rank's rows: not if the sample has as many, by the group's last `shard`
-    or by boundaries on the CPU."""
+    """Not if the sample has as many, by the group's last `shard` or by boundaries on the CPU."""
     if shards.group is None or shards.whole:
         return
     rows, last = tokens.shape[dim], state_of(shards.group).sharded
@@ -115,8 +114,8 @@ def _labels(shards: Shards, tokens: Tensor, documents: Documents | None, ignored
         return ids
     order = shards.order(rows, documents, ids.device)
     if shards.group is not None and not shards.whole:
-        everyones, same = _gather(ids, shards)
-        ids = torch.empty_like(everyones).index_copy_(0, order, everyones)
+        gathered, same = _gather(ids, shards)
+        ids = torch.empty_like(gathered).index_copy_(0, order, gathered)
     if documents is None:
         followed = torch.arange(len(ids), device=ids.device) < len(ids) - 1
     else:
@@ -131,15 +130,15 @@ def _gather(ids: Tensor, shards: Shards) -> tuple[Tensor, Tensor]:
     """(ids of all ranks, concatenated; whether all have the same boundaries)."""
     failure, size = None, 1 + ids.numel()
     try:
-        mine = torch.cat((_digest(shards.sample, ids).view(1), ids.flatten()))
-    except Exception as error:  # others wait for this rank; what it sends is no digest of theirs
-        failure, mine = error, torch.full((size,), _NO_CLASS, device=ids.device)
+        own = torch.cat((_digest(shards.sample, ids).view(1), ids.flatten()))
+    except Exception as error:  # other ranks wait for this one; what it sends is no digest
+        failure, own = error, torch.full((size,), _NO_CLASS, device=ids.device)
     assert shards.group is not None
-    everyones = mine.new_empty(shards.size, size)
-    dist.all_gather_into_tensor(everyones.view(-1), mine, shards.group)
+    gathered = own.new_empty(shards.size, size)
+    dist.all_gather_into_tensor(gathered.view(-1), own, shards.group)
     if failure is not None:
         raise failure
-    return everyones[:, 1:].reshape(-1, *ids.shape[1:]), (everyones[:, 0] == mine[0]).all()
+    return gathered[:, 1:].reshape(-1, *ids.shape[1:]), (gathered[:, 0] == own[0]).all()
 
 
 def _digest(sample: Sample | None, like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.compiler import assume_constant_result
 
 from megatron_burst.comm.alone import group_or_default
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed
-from megatron_burst.loss.checks import Given
+from megatron_burst.loss.checks import LossInputs
 from megatron_burst.loss.statistics import WHO, sum_dtype
 from megatron_burst.operators import context_of, is_plain, plain, source_of
 from megatron_burst.transforms import autocast_inputs
@@ -36,16 +36,16 @@ def traced_loss(
         return eager(hidden, weight, labels, loss_mask, tp_group, settings)
     hidden, weight = autocast_inputs(hidden, weight)
     enabled = torch.is_grad_enabled()
-    wanted = enabled and hidden.requires_grad, enabled and weight.requires_grad
+    needs_grad = enabled and hidden.requires_grad, enabled and weight.requires_grad
     options = [(key, plain(value)) for key, value in settings.items()]
-    name, words = _constants(tp_group, tuple(options), wanted)
+    name, words = _constants(tp_group, tuple(options), needs_grad)
     operator = torch.ops.megatron_burst.linear_cross_entropy
     return operator(hidden, weight, labels, loss_mask, name, words)[0]
 
 
 def _is_operator(tensors: tuple, loss_mask: Any, settings: dict[str, Any]) -> bool:
-    """Whether the operator computes a call: not where logits are computed again in backward, nor
-    into Megatron's `main_grad`, nor with a count that an event announces."""
+    """Whether the operator computes a call: not if backward recomputes logits, nor into Megatron's
+    `main_grad`, nor with a count that an event announces."""
     if torch._C._are_functorch_transforms_active():
         return False
     masks = () if loss_mask is None else (loss_mask,)
@@ -70,8 +70,8 @@ def _constants(tp_group: dist.ProcessGroup | None, *options: Any) -> tuple[str, 
 
 @lru_cache(maxsize=1024)
 def _options_of(words: str) -> tuple[dict[str, Any], tuple[bool, bool]]:
-    settings, wanted, _ = literal_eval(words)
-    return dict(settings), wanted
+    settings, needs_grad, _ = literal_eval(words)
+    return dict(settings), needs_grad
 
 
 @torch.library.custom_op(
@@ -81,15 +81,15 @@ def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor | None, group: str,
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, gradients of hidden and weight if they are wanted, else nothing)."""
+    """(loss, gradients of hidden and weight if they are needs_grad, else nothing)."""
     from megatron_burst.loss.linear import ready_loss  # whose import asks for this module
 
-    settings, wanted = _options_of(options)
+    settings, needs_grad = _options_of(options)
     tp_group = torch.distributed.distributed_c10d._resolve_process_group(group) if group else None
     with torch.no_grad():
-        given = Given(hidden, weight, labels, loss_mask)
-        rows, weights, head = ready_loss(given, tp_group, settings, wanted)
-        ctx = context_of(wanted)
+        inputs = LossInputs(hidden, weight, labels, loss_mask)
+        rows, weights, head = ready_loss(inputs, tp_group, settings, needs_grad)
+        ctx = context_of(needs_grad)
         if head.whole:
             losses = GradientsInForward.forward(ctx, hidden, weight, weights, rows, head)
             grads = ctx.sums
@@ -115,12 +115,12 @@ def _(hidden, weight, labels, loss_mask, group, options):
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     _, *grads = output
     ctx.save_for_backward(*grads)
-    ctx.wanted, ctx.dtype = _options_of(inputs[-1])[1], inputs[1].dtype
+    ctx.needs_grad, ctx.dtype = _options_of(inputs[-1])[1], inputs[1].dtype
     ctx.mark_non_differentiable(*grads)
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple:
-    pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    pairs = zip(ctx.saved_tensors, ctx.needs_grad, strict=True)
     grads = [(x.to(dloss.dtype) * dloss).to(ctx.dtype) if w else None for x, w in pairs]
     return *grads, None, None, None, None
 

@@ -43,31 +43,26 @@ class Sums:
 def statistics_pass(
     head: Head, hidden: Tensor, weight: Tensor, rows: Rows, attempt: Attempt
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Statistics [4, blocks, n] of the whole vocabulary; one collective for all rows.
-
-    Returns:
-        (statistics, the tile buffer, which still holds the last tile's logits); None after a
-        failure.
-    """
+    """Statistics [4, blocks, n] of the whole vocabulary, by one collective for all rows, and the
+    tile buffer, which still holds the last tile's logits; None after a failure."""
     shape, dtype = (len(Stat), *rows.labels.shape), sum_dtype(hidden.dtype)
     stats = attempt(hidden.new_empty, shape, dtype=dtype)
     buffer = attempt(_tile_buffer, head, hidden)
     for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows):
-        mine = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
-        attempt(setitem, stats, (..., piece), mine)
+        local = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
+        attempt(setitem, stats, (..., piece), local)
     whole = head.tp.combine(attempt, attempt.or_nan(stats, shape, dtype))
     return attempt(_poisoned, whole), buffer
 
 
 def gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None,
-                  sums: Sums, attempt: Attempt, kept: Tensor | None = None) -> None:  # fmt: skip
+                  sums: Sums, attempt: Attempt, tile: Tensor | None = None) -> None:  # fmt: skip
     """Accumulate gradients, recomputing logits; tiles go from last to first.
 
-    `factors`: [5, blocks, n]; `kept`: the tile buffer of a statistics pass, overwritten: its logits
-    are not recomputed.
+    `factors`: [5, blocks, n]; `tile`: the buffer of a statistics pass, which is overwritten.
     """
-    computed = kept is not None
-    buffer = kept if computed else attempt(_tile_buffer, head, hidden)
+    computed = tile is not None
+    buffer = tile if computed else attempt(_tile_buffer, head, hidden)
     for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows, backwards=True):
         tiles = _tiles(head, x, weight, rows, piece, buffer, computed, backwards=True)
         total = attempt(_chunk_gradient, head, x, weight, tiles, factors, piece, sums)
@@ -113,9 +108,9 @@ def forward_gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows
         return None if sums.hidden is None else torch.mm(raw, weight)
 
     for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows):
-        mine = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
+        local = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
         shape = len(Stat), blocks, piece.stop - piece.start
-        whole = head.tp.combine(attempt, attempt.or_nan(mine, shape, dtype))
+        whole = head.tp.combine(attempt, attempt.or_nan(local, shape, dtype))
         grad = attempt(gradient, piece, x, whole)
         if sums.hidden is not None:
             sums.hidden.put(piece, grad)
@@ -128,17 +123,11 @@ def forward_gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows
 def largest_class(
     hidden: Tensor, weight: Tensor, tp: TensorParallel, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Largest logit and its class on this rank's part of the vocabulary, tile by tile; without
-    gradients.
+    """Largest logits [s, b], in the model's dtype, and their classes [s, b], int64 from 0 on each
+    rank, on this rank's part of the vocabulary; without gradients.
 
-    Args:
-        hidden: [s, b, h], or with sequence parallelism this rank's part of s.
-        weight: [vocab / tp, h].
-        tp: ranks that share the vocabulary.
-        scale: positive factor of the logits.
-
-    Returns:
-        ([s, b] logits in the model's dtype, [s, b] int64 classes, counted from 0 on each rank).
+    `hidden`: [s, b, h], or with sequence parallelism this rank's part of s; `weight`: [vocab / tp,
+    h]; `scale`: positive factor of the logits.
     """
     tokens = hidden.shape[:-1].numel()
     tiles = choose_tiles(tp.sizes(tokens * tp.blocks, hidden, weight), whole=True)
@@ -200,10 +189,8 @@ def _poisoned(stats: Tensor) -> Tensor:
 
 def _tiles(head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor,
            computed=False, backwards=False) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
-    """Tiles of a chunk: (classes, raw logits, columns of the labels); all in one buffer.
-
-    `computed`: the buffer still holds the first tile's logits.
-    """
+    """Tiles of a chunk: (classes, raw logits, columns of the labels); all in one buffer, which
+    still holds the first tile's logits if they are `computed`."""
     labels = rows.labels[:, piece].flatten() - head.tp.rank * weight.shape[0]
     starts = range(0, weight.shape[0], head.tiles.classes)
     for start in reversed(starts) if backwards else starts:
@@ -216,11 +203,8 @@ def _tiles(head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buff
 
 
 def _multiply(x: Tensor, weight: Tensor, raw: Tensor, rows: int) -> None:
-    """raw = x @ weight, as a product of so many rows, if not 0: their number chooses the kernel.
-
-    Megatron's batch-invariant kernels replace torch.mm without `out` only.
-    """
-    if rows:
+    """raw = x @ weight, as a product of so many rows, if not 0: their number chooses the kernel."""
+    if rows:  # without `out`: only then Megatron's batch-invariant kernels replace torch.mm
         padded = torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
         raw.copy_(torch.mm(padded, weight)[: len(x)])
     else:
@@ -228,10 +212,7 @@ def _multiply(x: Tensor, weight: Tensor, raw: Tensor, rows: int) -> None:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
-    """total += a @ b, where total is in float32 or wider and the GEMM accumulates in it.
-
-    `first`: total's previous content is ignored and overwritten.
-    """
+    """total += a @ b, accumulated in total's float32 or wider; `first`: overwrite total."""
     beta = 0 if first else 1
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)

@@ -23,7 +23,7 @@ class Rows:
 
     labels: Tensor  # [blocks, n] int64
     valid: Tensor  # [blocks, n], false where a token is left out
-    mine: int  # the block whose hidden states this rank holds
+    block: int  # the one whose hidden states this rank holds
     order: Tensor | None  # [blocks, n] int64: the token's index in its block; None: identity
     tokens: int  # per block, including those that are not computed
     sound: Tensor | None = None  # 1, or NaN if no loss of these tokens would be right
@@ -31,24 +31,23 @@ class Rows:
 
     @classmethod
     def lacking(
-        cls, blocks: int, tokens: int, mine: int, most: int | None, failure: Exception
+        cls, blocks: int, tokens: int, block: int, most: int | None, failure: Exception
     ) -> "Rows":
         """Rows of a rank that failed to make them: what its collectives need."""
         count = tokens if most is None else min(most, tokens)
         empty = torch.empty(blocks, count, dtype=torch.int64, device="meta")
         order = None if count == tokens else empty
-        return cls(empty, empty, mine, order, tokens, failure=failure)
+        return cls(empty, empty, block, order, tokens, failure=failure)
 
     @classmethod
-    def of(cls, labels: Tensor, valid: Tensor, mine: int, most: int | None,
+    def of(cls, labels: Tensor, valid: Tensor, block: int, most: int | None,
            sound: Tensor | None = None) -> "Rows":  # fmt: skip
-        """The rows to compute of [blocks, tokens]; `most`: maximum number of valid ones per block,
-        if known."""
+        """The rows to compute of [blocks, tokens]; `most`: valid ones per block, if known."""
         tokens, order = labels.shape[1], None
         if most is not None and most < tokens:
             order = valid.int().argsort(dim=1, descending=True, stable=True)[:, :most]
             labels, valid = labels.gather(1, order), valid.gather(1, order)
-        return cls(labels, valid, mine, order, tokens, sound)
+        return cls(labels, valid, block, order, tokens, sound)
 
     @property
     def count(self) -> int:
@@ -56,17 +55,15 @@ class Rows:
         return self.labels.shape[1]
 
     def take(self, hidden: Tensor, piece: slice) -> Tensor:
-        """Some of this rank's rows [some, h], contiguous; zero where a token is left out.
-
-        Zero, because a NaN there would reach the weight's gradient: 0 * NaN is NaN.
-        """
-        valid = self.valid[self.mine, piece].unsqueeze(1)
+        """Some of this rank's rows [some, h], contiguous; zero where a token is left out: a NaN
+        there would reach the weight's gradient, as 0 * NaN is NaN."""
+        valid = self.valid[self.block, piece].unsqueeze(1)
         if self.order is None and hidden.is_contiguous():
             return torch.where(valid, hidden.view(-1, hidden.shape[-1])[piece], 0)
         if self.order is None:
             index = torch.arange(piece.start, piece.stop, device=hidden.device)
         else:
-            index = self.order[self.mine, piece]
+            index = self.order[self.block, piece]
         # all indices in one call: a view of strided tokens would be copied entirely
         picked = hidden[torch.unravel_index(index, hidden.shape[:-1])]
         return picked.masked_fill_(~valid, 0)
@@ -91,9 +88,9 @@ class Rows:
         if self.order is None:
             full[piece] = rows
             return
-        places = self.order[self.mine, piece].split(_ROWS_AT_ONCE)
-        for place, part in zip(places, rows.split(_ROWS_AT_ONCE), strict=True):
-            full.index_copy_(0, place, part.to(full.dtype))
+        indices = self.order[self.block, piece].split(_ROWS_AT_ONCE)
+        for index, part in zip(indices, rows.split(_ROWS_AT_ONCE), strict=True):
+            full.index_copy_(0, index, part.to(full.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +172,12 @@ class TensorParallel:
         """The part of the sequence whose hidden states this rank holds."""
         return self.rank if self.sequence_parallel else 0
 
-    def sizes(self, rows: int, hidden: Tensor, weight: Tensor, held: int = 0) -> Sizes:
-        """The sizes that tiles are chosen for; equal on all ranks, which compute the same chunks.
-
-        `rows`: of all blocks; `held`: bytes of the call's other sums.
-        """
+    def sizes(self, rows: int, hidden: Tensor, weight: Tensor, sum_bytes: int = 0) -> Sizes:
+        """The sizes that tiles are chosen for, equal on all ranks. `rows`: of all blocks;
+        `sum_bytes`: of the call's other sums."""
         classes, width = weight.shape
         return Sizes(rows, classes, width, hidden.element_size(), self.size, self.blocks,
-                     processors_of(hidden.device), held)  # fmt: skip
+                     processors_of(hidden.device), sum_bytes)  # fmt: skip
 
     def attempt(self, like: Tensor, rows: Rows | None = None) -> Attempt:
         """A pass of all ranks, on the device of a tensor."""
@@ -191,40 +186,35 @@ class TensorParallel:
     def chunks(
         self, attempt: Attempt, hidden: Tensor, rows: Rows, size: int, backwards: bool = False
     ) -> Iterator[tuple[slice, Tensor | None]]:
-        """Rows of all blocks, some at a time: (slice of each block, [blocks * some, h]).
-
-        The next ones are sent while the caller computes.
-        """
+        """Rows of all blocks, some at a time: (slice of each block, [blocks * some, h]). The next
+        ones are sent while the caller computes."""
         step = size // self.blocks
         pieces = [slice(i, min(i + step, rows.count)) for i in range(0, rows.count, step)]
         if backwards:
             pieces.reverse()
-        coming = None
+        transfer = None
         for piece in pieces:
-            mine = attempt(rows.take, hidden, piece)
+            own = attempt(rows.take, hidden, piece)
             if self.blocks == 1:
-                yield piece, mine
+                yield piece, own
                 continue
             shape = piece.stop - piece.start, hidden.shape[-1]
-            mine = attempt.or_nan(mine, shape, hidden.dtype)
+            own = attempt.or_nan(own, shape, hidden.dtype)
             shape = self.blocks * shape[0], shape[1]
-            everyones = attempt.or_nan(attempt(mine.new_empty, shape), shape, mine.dtype)
-            work = dist.all_gather_into_tensor(everyones, mine, self.group, async_op=True)
-            if coming is not None:
-                yield _landed(*coming)
-            coming = piece, everyones, work
-            del mine, everyones, work
-        if coming is not None:
-            yield _landed(*coming)
+            gathered = attempt.or_nan(attempt(own.new_empty, shape), shape, own.dtype)
+            work = dist.all_gather_into_tensor(gathered, own, self.group, async_op=True)
+            if transfer is not None:
+                yield _finished(*transfer)
+            transfer = piece, gathered, work
+            del own, gathered, work
+        if transfer is not None:
+            yield _finished(*transfer)
 
     def combine(self, attempt: Attempt, stats: Tensor) -> Tensor | None:
-        """Statistics [4, ...] over the whole vocabulary from those of its parts: one collective.
-        None after a failure.
-
-        Sums relative to different maxima cannot be all-reduced, so ranks gather all parts.
-        """
+        """Statistics [4, ...] of the whole vocabulary from its parts'; None after a failure."""
         if self.size == 1 or stats.numel() == 0:
             return stats
+        # gathered, because sums relative to different maxima cannot be all-reduced
         shape = self.size * len(stats), *stats.shape[1:]
         parts = attempt.or_nan(attempt(stats.new_empty, shape), shape, stats.dtype)
         dist.all_gather_into_tensor(parts, stats.contiguous(), self.group)
@@ -239,7 +229,7 @@ def _combined(parts: Tensor) -> Tensor:
     return whole
 
 
-def _landed(piece: slice, x: Tensor, work: dist.Work) -> tuple[slice, Tensor]:
+def _finished(piece: slice, x: Tensor, work: dist.Work) -> tuple[slice, Tensor]:
     work.wait()
     return piece, x
 
@@ -255,43 +245,42 @@ class HiddenGrad:
         shape = rows.tokens, like.shape[-1]
         make = like.new_empty if rows.order is None else like.new_zeros
         # [tokens, h], of this rank's tokens; 0 for those that are not computed
-        self._mine = attempt(make, shape)
-        self._under_way: list[tuple[dist.Work, slice, Tensor, Tensor]] = []
+        self._grad = attempt(make, shape)
+        self._reductions: list[tuple[dist.Work, slice, Tensor, Tensor]] = []
 
     def put(self, piece: slice, grad: Tensor | None) -> None:
-        """Add a chunk [blocks * some, h] of this rank's part of the sum, in any dtype; None after a
-        failure."""
+        """Add a chunk of this rank's part, [blocks * some, h] of any dtype; None: it failed."""
         tp, like, attempt = self._tp, self._like, self._attempt
         if tp.size == 1:
-            attempt(self._rows.put, self._mine, piece, grad)
+            attempt(self._rows.put, self._grad, piece, grad)
             return
         shape = piece.stop - piece.start, like.shape[-1]
         cast = attempt(Tensor.to, grad, like.dtype)
         total = grad = attempt.or_nan(cast, (tp.blocks * shape[0], shape[1]), like.dtype)
         if tp.blocks > 1:
-            if self._rows.order is None and self._mine is not None:  # straight to its place
-                total = self._mine[piece]
+            if self._rows.order is None and self._grad is not None:  # straight to its place
+                total = self._grad[piece]
             else:
                 total = attempt.or_nan(attempt(grad.new_empty, shape), shape, grad.dtype)
             work = dist.reduce_scatter_tensor(total, grad, group=tp.group, async_op=True)
         else:
             work = dist.all_reduce(grad, group=tp.group, async_op=True)
-        self._under_way.append((work, piece, total, grad))
-        if len(self._under_way) > 1:
-            self._land()
+        self._reductions.append((work, piece, total, grad))
+        if len(self._reductions) > 1:
+            self._finish_oldest()
 
-    def _land(self) -> None:
+    def _finish_oldest(self) -> None:
         """Wait for the oldest reduction."""
-        work, piece, total, _ = self._under_way.pop(0)
+        work, piece, total, _ = self._reductions.pop(0)
         work.wait()
         if self._rows.order is not None or self._tp.blocks == 1:
-            self._attempt(self._rows.put, self._mine, piece, total)
+            self._attempt(self._rows.put, self._grad, piece, total)
 
     def finish(self, shape: torch.Size) -> Tensor | None:
         """The whole gradient in a shape; None after a failure."""
-        while self._under_way:
-            self._land()
-        return self._attempt(Tensor.view, self._mine, shape)
+        while self._reductions:
+            self._finish_oldest()
+        return self._attempt(Tensor.view, self._grad, shape)
 
 
 def processors_of(device: torch.device) -> int:

@@ -101,8 +101,7 @@ def merge_statistics(
     Args:
         stats: [4, rows], changed in place.
         raw: [rows, classes] raw logits, in the model's dtype.
-        targets: [rows] int64: column of the label in this tile; any number outside it if there is
-            none.
+        targets: [rows] int64: column of the label in this tile, or any number outside.
         options: scale and cap.
         extras: whether to compute TOTAL and MEAN.
     """
@@ -110,8 +109,8 @@ def merge_statistics(
     lse = z.logsumexp(1)
     merged = torch.logaddexp(stats[Stat.LSE], lse)
     column = targets.clamp(0, z.shape[1] - 1).unsqueeze(1)
-    here = (targets >= 0) & (targets < z.shape[1])
-    stats[Stat.TARGET] += torch.where(here, z.gather(1, column).squeeze(1), 0)
+    is_inside = (targets >= 0) & (targets < z.shape[1])
+    stats[Stat.TARGET] += torch.where(is_inside, z.gather(1, column).squeeze(1), 0)
     if extras:
         stats[Stat.TOTAL] += z.sum(1)
         mean = ((z - lse.unsqueeze(1)).exp() * z).sum(1)
@@ -121,13 +120,11 @@ def merge_statistics(
 
 
 def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, options: LossOptions) -> None:
-    """Replace raw logits by their gradient in place, rounded once to their dtype.
-
-    Args are those of `merge_statistics`, plus factors [5, rows].
-    """
+    """Replace raw logits by their gradient in place, rounded once to the dtype; factors [5, rows],
+    other arguments as of `merge_statistics`."""
     z = _logits(raw, options)
-    lse, softmax, slope, label, every = (factor.unsqueeze(1) for factor in factors)
-    dz = (z - lse).exp() * (softmax + slope * z) - every
+    lse, softmax, slope, label, constant = (factor.unsqueeze(1) for factor in factors)
+    dz = (z - lse).exp() * (softmax + slope * z) - constant
     columns = torch.arange(z.shape[1], device=z.device)
     dz -= torch.where(columns == targets.unsqueeze(1), label, 0)
     if options.softcap:

@@ -39,7 +39,7 @@ class Sizes:
     ranks: int = 1  # that share the vocabulary
     blocks: int = 1  # of rows: as many as ranks with sequence parallelism, else 1
     processors: int = 1  # multiprocessors of the GPU; 1: ignore idle ones
-    held: int = 0  # bytes of this call's other sums
+    sum_bytes: int = 0  # bytes of this call's other sums
 
     def row_bytes(self, whole: bool) -> int:
         """Memory of a row besides its logits: its inputs, outputs and sums."""
@@ -51,12 +51,9 @@ class Sizes:
 
 
 def choose_tiles(sizes: Sizes, whole: bool) -> Tiles:
-    """The fastest tiles that fit, by the rules above.
-
-    `whole`: whether a tile must have all classes, for gradients in forward.
-    """
+    """The fastest tiles that fit. `whole`: with all classes, for gradients in forward."""
     # this call's other sums count, unless too little would be left
-    free = SCRATCH_BYTES - sizes.held
+    free = SCRATCH_BYTES - sizes.sum_bytes
     scratch = free if free >= SCRATCH_BYTES * 3 // 8 else SCRATCH_BYTES
     blocks, a_row = sizes.blocks, sizes.row_bytes(whole)
     share = scratch if whole else scratch // 2
@@ -76,7 +73,7 @@ def fixed_tiles(sizes: Sizes, whole: bool) -> Tiles:
     """Tiles that depend on neither the number of rows nor the GPU, so that a row has the same bits
     in any call. Products are copied, which takes twice the memory."""
     rows, twice = _FIXED_ROWS * sizes.blocks, 2 * sizes.itemsize
-    alike = replace(sizes, rows=rows, itemsize=twice, processors=1, held=0)
+    alike = replace(sizes, rows=rows, itemsize=twice, processors=1, sum_bytes=0)
     return replace(choose_tiles(alike, whole), fixed=True)
 
 

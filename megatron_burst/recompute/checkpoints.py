@@ -23,10 +23,6 @@ CHECKPOINTS = (
 
 
 def patch_checkpoints() -> None:
-    """Replace them. Idempotent.
-
-    Raises:
-        BurstError: if torch differs from what the rows were written for.
-    """
+    """Replace them; refuses a torch that the rows were not written for. Idempotent."""
     for patch in CHECKPOINTS:
         patch.apply()

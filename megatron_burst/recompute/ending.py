@@ -35,24 +35,15 @@ class Nothing:
 
 
 class Ending:
-    """A call, as of one module, that is not made again if backward reads nothing that it returns.
-
-    Args:
-        function: returns tensors, and None, in any nesting.
-        parameters: what it reads besides its arguments, as it is called.
-    """
+    """A call of a function, such as a module, that is not made again if backward reads nothing that
+    it returns: tensors, and None, in any nesting. `parameters`: what it reads besides arguments."""
 
     def __init__(self, function: Callable, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._function, self._parameters = function, parameters
         self.unread: bool | None = None  # None: not known before its first recomputation
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """The function's results, in a recomputation perhaps without values.
-
-        Raises:
-            BurstError: if backward reads them, where it did not in the call's first recomputation.
-            _StopRecomputationError: torch's own, which ends a recomputation.
-        """
+        """The function's results, in a recomputation perhaps without values."""
         runs = running()
         run = runs[0] if len(runs) == 1 else None
         if run and (run.keeps_next if run.recomputes else self.unread):
@@ -65,14 +56,14 @@ class Ending:
             return self._function(*args, **options)
         try:
             outs = self._function(*args, **options)
-        except _StopRecomputationError:
+        except _StopRecomputationError:  # torch's own, which ends a recomputation
             self._note(True)
             raise
         return self._watch(run, outs)
 
     def _watch(self, run: RunningFrame, outs: Any, empty: bool = False) -> Any:
-        """The results of a recomputation, or `empty` ones, without values; looks for readers in the
-        graph once the checkpoint's own exist."""
+        """The results of a recomputation, without values if `empty`; looks for their readers once
+        the checkpoint's results exist."""
         if run.frame.stops_early:  # torch would have ended it at its last call
             self._note(False, empty)
             return outs

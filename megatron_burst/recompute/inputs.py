@@ -1,4 +1,4 @@
-"""Inputs of checkpoints in host memory: of a given one, or of all that run in a context."""
+"""Inputs of checkpoints in host memory: of one frame, or of all that run in a context."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +30,7 @@ def all_go_to_host() -> bool:
     return _LIMIT.get() is not None
 
 
-def offloaded_if_asked(frame: Frame):
+def saved_inputs(frame: Frame):
     """Context in which a checkpoint saves its inputs: on the host if all do."""
     limit = _LIMIT.get()
     return nullcontext() if limit is None else offloaded_inputs(frame, *limit)

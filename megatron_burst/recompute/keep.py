@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_burst.errors import BurstError
 from megatron_burst.recompute.checkpoints import patch_checkpoints
-from megatron_burst.recompute.inputs import all_go_to_host, offloaded_if_asked
+from megatron_burst.recompute.inputs import all_go_to_host, saved_inputs
 from megatron_burst.recompute.keeping import WHO, Frame, Keeping, Tensors, framed, running
 from megatron_burst.recompute.recording import Recording
 from megatron_burst.transforms import uncompiled
@@ -73,7 +73,7 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     runs = running()
     if not runs or torch.is_inference_mode_enabled():
         return function(*inputs)
-    recordings = [kept for kept in _taken() if not kept.is_spent]
+    recordings = [recording for recording in _take_all() if not recording.is_spent]
     recording = recordings[0] if recordings else Recording(function, inputs, keeping)
     if any(run.rounds for run in runs):
         recording.compare_no_bits()
@@ -85,11 +85,12 @@ def run_kept(function: Callable[..., Any], inputs: Tensors, keeping: Keeping) ->
     return recording.play(inputs, last=all(run.recomputes for run in runs))
 
 
-def _taken() -> list[Any]:
+def _take_all() -> list[Any]:
     """What first passes kept of the call that begins now, for the frames that recompute it."""
     for run in running():
         run.place += 1
-    return [kept for run in running() if run.recomputes and (kept := run.take()) is not None]
+    results = (run.take() for run in running() if run.recomputes)
+    return [result for result in results if result is not None]
 
 
 def once[T](make: Callable[[], T]) -> T:
@@ -97,8 +98,8 @@ def once[T](make: Callable[[], T]) -> T:
     same object, once. Nothing in it may need a gradient."""
     if torch.is_inference_mode_enabled():
         return make()
-    kept = _taken()
-    result = kept[0] if kept else make()
+    results = _take_all()
+    result = results[0] if results else make()
     for run in running():
         if not run.recomputes:
             run.put(result)
@@ -107,8 +108,8 @@ def once[T](make: Callable[[], T]) -> T:
 
 def in_frames(forward, /, ctx, run_function, *args):
     """A reentrant checkpoint's forward: each call runs in a new frame, or in the one that its
-    function is bound to. In none where no input needs a gradient, as in a forward without: it is
-    never recomputed, and what is kept runs with gradients, by which routers count tokens.
+    function is bound to. In none if no input needs a gradient: it is never recomputed, and what is
+    kept would run with gradients, by which routers count tokens.
 
     Raises:
         BurstError: if checkpoints offload their inputs.
@@ -124,29 +125,29 @@ def with_contexts(generator, /, *args, **options):
     """The generator of other checkpoints: each call runs in a new frame."""
     by_name = "context_fn" in options  # since torch 2.15
     context_fn = options["context_fn"] if by_name else args[2]
-    frame: Frame[Any] = Frame(stops_early=True)
+    frame = Frame(stops_early=True)
 
     def contexts():
-        return tuple(_Both(context, frame) for context in context_fn())
+        return tuple(_InFrame(context, frame) for context in context_fn())
 
     if by_name:
         options["context_fn"] = contexts
     else:
         args = (*args[:2], contexts, *args[3:])
-    with offloaded_if_asked(frame):  # around the checkpoint's own hooks, which begin later
+    with saved_inputs(frame):  # around the checkpoint's own hooks, which begin later
         yield from generator(*args, **options)
 
 
-class _Both:
-    """Enters two contexts; reusable."""
+class _InFrame:
+    """A context with a frame inside of it; reusable."""
 
-    def __init__(self, outer, inner) -> None:
-        self._outer, self._inner = outer, inner
+    def __init__(self, context, frame: Frame) -> None:
+        self._context, self._frame = context, frame
 
     def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
+        self._context.__enter__()
+        self._frame.__enter__()
 
     def __exit__(self, *error) -> None:
-        self._inner.__exit__(*error)
-        self._outer.__exit__(*error)
+        self._frame.__exit__(*error)
+        self._context.__exit__(*error)

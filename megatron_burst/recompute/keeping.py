@@ -22,22 +22,22 @@ WHO = "burst keep"
 Tensors = tuple[Tensor, ...]
 
 
-class Frame[T]:
+class Frame:
     """One call of a checkpoint: entered for the first pass and for each recomputation.
 
     Results are put in the first pass and taken in recomputation by index: the same function runs,
-    so its n-th attention call is the same in both. Each is taken once; a further recomputation
-    (backward with retain_graph) computes attention.
+    so its n-th call is the same. Each is taken once; a further recomputation (backward with
+    retain_graph) computes again.
     """
 
     def __init__(self, stops_early: bool = False) -> None:
         # whether torch ends a recomputation once it has all tensors that backward needs
         self.stops_early = stops_early
-        self._kept: dict[int, T] = {}
+        self._results: dict[int, Any] = {}
         self._has_run = False
         self._tokens: list[Token] = []
 
-    def __enter__(self) -> "Frame[T]":
+    def __enter__(self) -> "Frame":
         run = RunningFrame(self, recomputes=self._has_run)
         self._has_run = True
         self._tokens.append(FRAMES.set((*running(), run)))
@@ -45,7 +45,7 @@ class Frame[T]:
 
     def __exit__(self, *_) -> None:
         if running()[-1].recomputes:
-            self._kept.clear()  # also if it failed or stopped early
+            self._results.clear()  # also if it failed or stopped early
         FRAMES.reset(self._tokens.pop())
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,32 +70,32 @@ def framed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(slots=True)
-class RunningFrame[T]:
+class RunningFrame:
     """A frame while its function runs; counts calls that may be kept."""
 
-    frame: Frame[T]
+    frame: Frame
     recomputes: bool  # whether this is not the first pass
     place: int = -1
     rounds: bool = False  # whether an attention call so far was recomputed, so rounded otherwise
     # called with the results of a recomputation, once it is complete
     at_end: list[Callable[[Any], None]] = field(default_factory=list)
 
-    def put(self, kept: T) -> None:
+    def put(self, result: Any) -> None:
         """Keep something of this call for recomputation."""
-        self.frame._kept[self.place] = kept
+        self.frame._results[self.place] = result
 
     def kept_bytes(self) -> int:
         """Bytes of what the first pass kept and recomputation has not taken yet."""
-        return sum(getattr(kept, "num_bytes", 0) for kept in self.frame._kept.values())
+        return sum(getattr(result, "num_bytes", 0) for result in self.frame._results.values())
 
     @property
     def keeps_next(self) -> bool:
         """Whether the first pass kept something of the next call."""
-        return self.place + 1 in self.frame._kept
+        return self.place + 1 in self.frame._results
 
-    def take(self) -> T | None:
+    def take(self) -> Any:
         """What the first pass kept of this call, once; None if nothing."""
-        return self.frame._kept.pop(self.place, None)
+        return self.frame._results.pop(self.place, None)
 
 
 def running() -> tuple[RunningFrame, ...]:
@@ -114,11 +114,8 @@ def without_frames():
 
 
 class Watch:
-    """Detects in-place writes to tensors since it was made, through any view.
-
-    Autograd's own check covers neither kept results nor what a non-reentrant checkpoint saves. It
-    holds only version counters, not the tensors' memory.
-    """
+    """Detects in-place writes to tensors since it was made, through any view, of which it holds
+    version counters only. Autograd checks neither kept results nor what checkpoints save."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._seen = [(_counter(x), x._version, tuple(x.shape)) for x in tensors]
@@ -135,10 +132,9 @@ class Watch:
 
 
 def _counter(x: Tensor) -> Tensor:
-    """A tensor without data that shares x's version counter: setting `.data` of a detached tensor
-    keeps the counter."""
+    """A tensor that shares x's version counter, without its data."""
     counter = x.detach()
-    if type(counter) is Tensor:  # subclasses manage their own data
+    if type(counter) is Tensor:  # subclasses manage their own data; setting it keeps the counter
         counter.data = x.new_empty(0)
     return counter
 

@@ -27,10 +27,8 @@ from megatron_burst.schedule.topology import Link
 
 @dataclass(frozen=True, slots=True)
 class KeepTail:
-    """The policy that keeps (out, lse) of the later half of a shard's rows, its tail.
-
-    The early rows of all ranks are a smaller causal sequence, which all ranks recompute together.
-    """
+    """The policy that keeps (out, lse) of a shard's tail, the later half of its rows. Early rows
+    of all ranks are a smaller causal sequence, which they recompute together."""
 
     plan: EarlyRows  # which ranks recompute which rows
     passes: Passes  # over the early rows as a separate sequence
@@ -39,18 +37,13 @@ class KeepTail:
     rounds: ClassVar[bool] = True  # whether results are other bits in recomputation
 
     def trim(self, outs: Tensors) -> Tensors:
-        """The tail of out [b, n, h, d] and of lse [b, h, n], as copies: a view would hold the
-        memory of all rows."""
-        out, lse = outs
+        """The tail of out [b, n, h, d] and of lse [b, h, n]."""
+        out, lse = outs  # a view would hold the memory of all rows
         return out[:, self.plan.tokens :].clone(), lse[:, :, self.plan.tokens :].clone()
 
     def restore(self, kept: Tensors, inputs: Tensors) -> Tensors:
-        """Out [b, n, h, d] and lse [b, h, n] of all rows, in the dtypes of what was kept.
-
-        Args:
-            kept: what `trim` returned.
-            inputs: q, k and v [b, n, heads, d] of all rows, and the call's sink if it has one.
-        """
+        """Out [b, n, h, d] and lse [b, h, n] of all rows, from what `trim` returned and the inputs:
+        q, k and v [b, n, heads, d] of all rows, and the call's sink if it has one."""
         tokens, device = inputs[0].shape[1], kept[0].device.type
         span = range_of("burst recomputation of early rows")
         collective = Pass(self.announcer, PassKind.EARLY_ROWS)
@@ -62,16 +55,11 @@ class KeepTail:
 
     def _recompute(self, shard: Sequence[Tensor], results: Sequence[Tensor],
                    begin: Callable[[], None], sink: Tensor | None = None) -> None:  # fmt: skip
-        """Fill the early rows of the results, out [b, n, h, d] and lse [b, n, h].
+        """Fill the early rows of the results, out [b, n, h, d] and lse [b, n, h], from q, k and v
+        of all rows of this rank.
 
-        A rank that fails after `begin` makes its transfers nevertheless, as in a program: the other
-        ranks wait for them.
-
-        Args:
-            shard: q, k and v of all rows of this rank.
-            results: of all rows.
-            begin: announces the pass to the other ranks.
-            sink: of the call.
+        A rank that fails after `begin`, which announces the pass, makes its transfers nevertheless,
+        as in a program: the other ranks wait for them.
         """
         tokens = self.plan.tokens
         if not self.plan.moves:
@@ -103,22 +91,18 @@ class KeepTail:
 
 
 class RowReshard:
-    """Sends rows of some tensors from rank to rank.
+    """Sends rows from rank to rank, by the moves of all ranks. `targets` are this rank's tensors
+    [b, n, ...] that get the rows sent to it, also its own.
 
     It allocates the memory of all transfers when it is made, so that nothing can run out of memory
     in `run`, which is collective: the other ranks would wait.
-
-    Args:
-        moves: of all ranks.
-        carrier: of this rank.
-        targets: tensors [b, n, ...] of this rank that get the rows sent to it, also its own.
     """
 
     def __init__(
-        self, moves: Sequence[RowMove], carrier: Transport, targets: Sequence[Tensor]
+        self, moves: Sequence[RowMove], transport: Transport, targets: Sequence[Tensor]
     ) -> None:
-        self._carrier, self._targets, self.has_run = carrier, targets, False
-        rank = carrier.cp_rank
+        self._transport, self._targets, self.has_run = transport, targets, False
+        rank = transport.cp_rank
         self._stays = [move for move in moves if move.source == move.dest == rank]
         self._sends = self._with_memory(m for m in moves if m.source == rank != m.dest)
         self._arrivals = self._with_memory(m for m in moves if m.dest == rank != m.source)
@@ -145,20 +129,17 @@ class RowReshard:
                 rows.fill_(torch.nan)
         sends = [(move.dest, rows) for move, _, rows in self._sends]
         recvs = [(move.source, rows) for move, _, rows in self._arrivals]
-        self._carrier.send(Link.INTRA, Cargo.READ, sends, recvs).wait(None)
+        self._transport.send(Link.INTRA, Cargo.READ, sends, recvs).wait(None)
         for move, index, rows in self._arrivals:
             self._targets[index][:, move.dest_rows.slice] = rows
 
 
-def keep_of(call: Call, opened: Spec, spec: Spec, carrier: Communicator,
-            passes_of: Callable[[Spec], Passes],
-            marks: PassAnnouncer) -> tuple[Callable[..., Any] | None, list[Decision]]:  # fmt: skip
+def keep_of(
+    call: Call, opened: Spec, spec: Spec, transport: Communicator,
+    passes_of: Callable[[Spec], Passes], announcer: PassAnnouncer,
+) -> tuple[Callable[..., Any] | None, list[Decision]]:  # fmt: skip
     """The function that runs a call and keeps its results (`run_kept`), or None if none are kept;
-    the choices made.
-
-    Args:
-        opened, spec: how the call runs, without the choices made and with them.
-        passes_of: makes the passes of another spec.
+    the choices made. `opened`: as `spec`, before choices; `passes_of`: makes the passes of a spec.
     """
     config, policy, choices = call.config, None, []
     patch_checkpoints()
@@ -171,8 +152,8 @@ def keep_of(call: Call, opened: Spec, spec: Spec, carrier: Communicator,
         plan = early_rows(spec.layout, *shape, choice.value == "resharded")
         smaller = replace(opened.shape, tokens=plan.tokens)
         passes = passes_of(replace(opened, shape=smaller, layout=plan.layout))
-        policy = KeepTail(plan, passes, carrier, marks)
-    keeping = Keeping(policy, packer(call.devices[0], config), config.keep_debug, marks)
+        policy = KeepTail(plan, passes, transport, announcer)
+    keeping = Keeping(policy, packer(call.devices[0], config), config.keep_debug, announcer)
     return partial(run_kept, keeping=keeping), choices
 
 

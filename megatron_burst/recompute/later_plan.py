@@ -14,19 +14,12 @@ from megatron_burst.schedule.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class RowMove:
-    """Adjacent rows of one rank's shard, and the rank that computes them.
+    """Adjacent rows of one rank's shard, and the rank that computes them."""
 
-    Attributes:
-        source: rank that sends the rows.
-        rows: where they are in its tensors.
-        dest: rank that receives them; it may be the source.
-        dest_rows: where they are in the tensors of that rank.
-    """
-
-    source: int
-    rows: Span
-    dest: int
-    dest_rows: Span
+    source: int  # rank that sends the rows
+    rows: Span  # where they are in its tensors
+    dest: int  # rank that receives them; it may be the source
+    dest_rows: Span  # where they are in the tensors of that rank
 
     def reverse(self) -> "RowMove":
         """The return transfer, of what was computed for these rows."""
@@ -35,31 +28,20 @@ class RowMove:
 
 @dataclass(frozen=True, slots=True)
 class EarlyRows:
-    """The early half of a sequence as a smaller causal problem of its own.
+    """The early half of a sequence as a smaller causal problem of its own."""
 
-    Attributes:
-        layout: of its rows over the ranks while they are computed.
-        tokens: how many rows each rank computes. It also has as many, the first of its shard.
-        moves: which rank computes whose rows; empty: each its own.
-    """
-
-    layout: Layout
-    tokens: int
-    moves: tuple[RowMove, ...] = ()
+    layout: Layout  # of its rows over the ranks while they are computed
+    tokens: int  # rows that each rank computes; it also has as many, the first of its shard
+    moves: tuple[RowMove, ...] = ()  # which rank computes whose rows; empty: each its own
 
 
 def early_rows(layout: Layout, cp_size: int, tokens: int, reshard: bool) -> EarlyRows:
     """The first half of each rank's rows, which together are the first half of the sequence.
 
     In zigzag each rank has one chunk of that half: contiguous, so the last of P ranks would compute
-    (2P - 1)/(4P) of a forward. Resharded in zigzag, all compute a quarter.
-
-    Args:
-        layout: of the whole sequence; contiguous only on one rank, because elsewhere the first
-            ranks have all of the first half.
-        cp_size: number of ranks.
-        tokens: rows on each of them.
-        reshard: whether rows in zigzag go to other ranks; then `tokens` is a multiple of 4.
+    (2P - 1)/(4P) of a forward. Resharded in zigzag, all compute a quarter; then `tokens`, the rows
+    on each rank, is a multiple of 4. The whole sequence may be contiguous only on one rank, because
+    elsewhere the first ranks have all of the first half.
     """
     early = _early_tokens(tokens)
     if not reshard:

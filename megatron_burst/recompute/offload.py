@@ -64,9 +64,7 @@ class HostMemory:
 
     def pack(self, tensors: Tensors, input_of: Frame | None = None) -> "HostParcel | Resident":
         """Start copying tensors of the running frame to the host; if it is full they stay.
-
-        `input_of`: the frame that needs them first in its recomputation, as its input.
-        """
+        `input_of`: the frame that needs them first in its recomputation, as its input."""
         num_bytes = _offsets(tensors)[-1]
         buffer = self._take(num_bytes)
         if buffer is None:
@@ -127,15 +125,14 @@ class HostMemory:
                 oldest.leave()
 
     def look_ahead(self, parcel: _Lined) -> None:
-        """Start fetching what backward needs after a parcel, a whole layer ahead, because one
-        layer's backward takes about as long as the next one's copy; drop what was fetched in
-        vain."""
+        """Start fetching what backward needs after a parcel, a whole layer ahead, as a layer's
+        backward takes about as long as the next one's copy; drop what was fetched in vain."""
         line = parcel.line()
         after = [ref() for ref in line.after(parcel)] if line else []
         coming = [later for later in after if isinstance(later, HostParcel)]
-        for other in (ref() for ref in (*self._ahead, *self._leaving)):
-            if other is not None and other is not parcel and other not in coming:
-                other.leave()
+        for on_device in (ref() for ref in (*self._ahead, *self._leaving)):
+            if on_device is not None and on_device is not parcel and on_device not in coming:
+                on_device.leave()
         self._leaving = deque(ref for ref in self._leaving if ref() in coming)
         for later in coming:
             later.prefetch()

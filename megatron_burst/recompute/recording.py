@@ -24,7 +24,7 @@ from megatron_burst.transforms import refuse_transforms
 
 
 class Saved:
-    """Placeholder of a tensor that the graph saves: where its data will be, and its geometry."""
+    """Placeholder of a tensor that the graph saves: its geometry, and where its data will be."""
 
     __slots__ = ("_view", "index", "needs", "role", "tensor")
 
@@ -34,8 +34,8 @@ class Saved:
     def refer(self, role: str, index: int, base: Tensor) -> None:
         """Refer to a view of `base`, one of the "inputs", "outs", "parameters" or "extras".
 
-        `needs` tells how much of base's geometry it relies on: 1 shape, 2 also strides, 3 also its
-        place in memory, because the view extends beyond it (q, k and v in one buffer).
+        `needs`: how much of base's geometry it relies on: 1 shape, 2 also strides, 3 also its
+        offset, because the view extends beyond it (q, k and v in one buffer).
         """
         self.role, self.index = role, index
         shape, stride, offset = geometry(self.tensor)
@@ -71,7 +71,7 @@ def extent(x: Tensor) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
 
 
-def home(x: Tensor) -> tuple:
+def memory(x: Tensor) -> tuple:
     """The memory that a tensor is a view of."""
     return x.untyped_storage().data_ptr(), x.untyped_storage().nbytes(), x.dtype
 
@@ -106,7 +106,7 @@ class Recording:
         self._floats = [x.is_floating_point() for x in inputs]
         self._needs = [0] * len(inputs)
         self._debug = [checksum(x) for x in inputs] if keeping.debug else None
-        self._policy, self._marks = keeping.policy, keeping.announcer
+        self._policy, self._announcer = keeping.policy, keeping.announcer
         self._parameters = keeping.parameters
         self._bound: dict[str, Tensors] = {}
         self._ends: list[Tensor | None] = []  # gradients of the inputs
@@ -121,15 +121,11 @@ class Recording:
         self._fresh: tuple[Tensors, Tensors] | None = (tuple(x.detach() for x in outs), extras)
         self._num_kept = len(kept)
         self.num_bytes = sum(storages((*kept, *extras)).values())
-        with self._marks.reporting_errors():
+        with self._announcer.reporting_errors():
             self._parcel: Parcel | None = keeping.pack((*kept, *extras))
 
     def _run(self, function: Callable, inputs: Tensors) -> Tensors:
-        """Run the function with its graph; what the graph saves goes to `_saved`.
-
-        Raises:
-            BurstError: if it returns anything but tensors and None.
-        """
+        """Run the function with its graph; what the graph saves goes to `_saved`."""
         # the hooks must not refer to self, which has the graph that has them
         saved, bound, own = self._saved, self._bound, set(map(id, self._parameters))
 
@@ -165,17 +161,17 @@ class Recording:
 
     def _refer(self, inputs: Tensors, outs: Tensors) -> Tensors:
         """Replace inputs and outputs by references; returns what else the graph saves."""
-        homes = {home(x): ("outs", i, x) for i, x in enumerate(outs)}
-        homes |= {home(x): ("inputs", i, x) for i, x in enumerate(inputs)}
-        homes |= {(*home(x), x.storage_offset()): ("inputs", i, x) for i, x in enumerate(inputs)}
+        bases = {memory(x): ("outs", i, x) for i, x in enumerate(outs)}
+        bases |= {memory(x): ("inputs", i, x) for i, x in enumerate(inputs)}
+        bases |= {(*memory(x), x.storage_offset()): ("inputs", i, x) for i, x in enumerate(inputs)}
         parameters: dict[tuple, tuple] = {}  # looked for last, as there may be hundreds
         extras: list[Tensor] = []
         for saved in self._saved:
-            tensor, place = saved.tensor, home(saved.tensor)
-            base = homes.get((*place, tensor.storage_offset())) or homes.get(place)
+            tensor, place = saved.tensor, memory(saved.tensor)
+            base = bases.get((*place, tensor.storage_offset())) or bases.get(place)
             if base is None:
                 parameters = parameters or {
-                    home(x): ("parameters", i, x) for i, x in enumerate(self._parameters)
+                    memory(x): ("parameters", i, x) for i, x in enumerate(self._parameters)
                 }
                 base = parameters.get(place)
             if base is None:
@@ -195,21 +191,17 @@ class Recording:
         return self._fresh is None and self._parcel is None
 
     def compare_no_bits(self) -> None:
-        """Let inputs differ from the first pass's by rounding: they depend on an attention call of
-        which a part was recomputed, as a call of its own."""
+        """Let inputs differ by rounding: they depend on attention that was partly recomputed."""
         self._debug = None
 
     def play(self, inputs: Tensors, last: bool = False) -> Any:
         """What the function returned; with gradients enabled, with a graph over these inputs.
 
-        `last`: whether this is the last call; then what is kept is freed.
-
-        Raises:
-            BurstError: if the inputs' shapes differ from the first pass, or their memory layout
-                where that matters; in debug mode if any bit differs; if kept tensors were written
-                in place since.
+        `last`: whether this is the last call; then what is kept is freed. Refuses inputs whose
+        shapes differ from the first pass, their memory layout where that matters, or in debug mode
+        any bit; and kept tensors that were written in place since.
         """
-        with self._marks.reporting_errors():
+        with self._announcer.reporting_errors():
             self._check(inputs)
             kept = () if self._fresh is not None else self._parcel.get()
         if self._fresh is not None:  # in the first pass all of it still exists
@@ -222,10 +214,10 @@ class Recording:
             if self._policy is not None:
                 outs = self._policy.restore(outs, inputs)
         if torch.is_grad_enabled():
-            again = [x if reads else None for x, reads in zip(outs, self._reads_outs, strict=True)]
-            self._handed = Watch([x for x in again if x is not None])
+            read = [x if reads else None for x, reads in zip(outs, self._reads_outs, strict=True)]
+            self._watch = Watch([x for x in read if x is not None])
             token = None if any(x.requires_grad for x in inputs) else self._token_of_leaves()
-            saved = *self._read(inputs), *again, *extras
+            saved = *self._read(inputs), *read, *extras
             outs = _Played.apply(self, saved, outs, token, *inputs)
         leaves = list(outs)
         for hole in self._holes:
@@ -249,16 +241,13 @@ class Recording:
     def backward(
         self, inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None], extras: Tensors, grads
     ) -> list:
-        """Gradients of the inputs, None for those that have none; only once.
-
-        Inputs and outputs are those of `play`, None where backward does not read them; extras are
-        what else the graph saved.
-        """
-        with self._marks.reporting_errors():
-            self._handed.check()
+        """Gradients of the inputs, None for those that have none; only once. Inputs and outputs are
+        those of `play`, None where backward does not read them; extras: what else it reads."""
+        with self._announcer.reporting_errors():
+            self._watch.check()
         self._parcel = None  # its tensors now belong to the caller
-        self._bound |= {"inputs": inputs, "outs": outs, "extras": extras}
-        self._bound["parameters"] = self._parameters
+        self._bound |= {"inputs": inputs, "outs": outs, "extras": extras,
+                        "parameters": self._parameters}  # fmt: skip
         pairs = zip(self._edges, grads, strict=True)
         roots = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
         try:

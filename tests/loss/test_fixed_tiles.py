@@ -16,7 +16,7 @@ from tests.loss.oracle import oracle, random_problem
 
 def test_tiles_depend_on_the_model_alone():
     one = Sizes(rows=100, classes=150_000, width=4096, itemsize=2, processors=132)
-    others = [replace(one, rows=rows, processors=p, held=h) for rows, p, h in
+    others = [replace(one, rows=rows, processors=p, sum_bytes=h) for rows, p, h in
               ((7, 132, 0), (100_000, 108, 0), (64_000, 132, 1 << 30))]  # fmt: skip
     for whole in (False, True):
         assert {fixed_tiles(sizes, whole) for sizes in (one, *others)} == {fixed_tiles(one, whole)}

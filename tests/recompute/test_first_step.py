@@ -189,7 +189,7 @@ def weighed(monkeypatch, grown: int, found: int) -> float:
     so many that its graph saves; 2 were kept in the first pass."""
     gpu, gib = Gpu(monkeypatch), 1 << 30
     first, frame = FirstStep(torch.device("cuda")), Frame()
-    frame._kept = {
+    frame._results = {
         0: SimpleNamespace(num_bytes=2 * gib),
         1: "no tensors",
         2: SimpleNamespace(num_bytes=gib),
@@ -203,7 +203,7 @@ def weighed(monkeypatch, grown: int, found: int) -> float:
     def layer():
         assert gpu.has_workspace
         gpu.allocated += grown + 1  # with its results
-        del frame._kept[0]  # which its graph has now
+        del frame._results[0]  # which its graph has now
 
     gpu.allocated = 10
     first.weigh(layer, OfGib(0.5), RunningFrame(frame, recomputes=True), "a")
@@ -254,7 +254,7 @@ def test_the_first_recomputation_ends_what_is_between_forward_and_backward(monke
             pass
     Event.clock += 10  # the loss
     frame, weight = Frame(), torch.ones(1, requires_grad=True)
-    frame._kept = {0: SimpleNamespace(num_bytes=1 << 30)}
+    frame._results = {0: SimpleNamespace(num_bytes=1 << 30)}
     for peak in (20, 30):
         gpu.peak = peak
         first.turn(RunningFrame(frame, recomputes=True))

@@ -14,9 +14,8 @@ from megatron_burst.recompute.auto.search import best_ways
 WHOLE = "layer"  # all of a layer, which is then not recomputed: the name among those of modules
 _USUAL = Rates()
 _GIB = 1 << 30
-# Share of a GPU's memory that is used, the only margin. No count of bytes has the rest: fragments,
-# up to 1 MiB more for a tensor, what libraries take later, and tokens of this rank's experts, which
-# vary from step to step.
+# Share of a GPU's memory that is used, the only margin: for fragments, up to 1 MiB more for a
+# tensor, what libraries take later, and tokens of this rank's experts, which vary.
 MOST_USED = 0.92
 _HIDDEN = 0.9  # share of the layers' time that copies may take
 LAYERS_BEHIND = 2  # that copies to the host may be: what these packed is on the device in backward
@@ -54,13 +53,13 @@ class ModuleCost:
 
 
 def most(layers: Iterable[Sequence[ModuleCost]]) -> tuple[ModuleCost, ...]:
-    """Of each module the most bytes in one of these layers, and the mean of what it saves in all of
-    them, which may be more than those that have it."""
-    every, by_name = list(layers), defaultdict(list)
-    for cost in chain.from_iterable(every):
+    """Of each module the most bytes in one of these layers, and the mean of what it saves over all
+    of them, also those without it."""
+    layers, by_name = list(layers), defaultdict(list)
+    for cost in chain.from_iterable(layers):
         by_name[cost.name].append(cost)
     return tuple(ModuleCost(name, max(cost.num_bytes for cost in costs),
-                            sum(cost.flops for cost in costs) // len(every), costs[0].waits)
+                            sum(cost.flops for cost in costs) // len(layers), costs[0].waits)
                  for name, costs in sorted(by_name.items()))  # fmt: skip
 
 
@@ -81,12 +80,11 @@ class Placed:
         """Outputs of a layer and micro-batch that it adds to the peak of a layer's backward, if so
         many micro-batches wait: the running layer's own are there anyway, and those of another are
         being fetched."""
-        here = max(0.0, self.device * in_flight - 1)
         fetches = self.host > 0 and (self.device + self.host) * in_flight > 1
-        return here + fetches
+        return max(0.0, self.device * in_flight - 1) + fetches
 
     def spread(self, layers: int) -> list[bool | None]:
-        """For each layer, whether its output is in host memory, or on the device; None: not kept.
+        """For each layer, whether its output is in host memory; None: not kept.
 
         Those in host memory are evenly spread, so that copies do not fall behind; the last layer's
         stays on the device, because its backward follows at once.
@@ -105,7 +103,7 @@ class Placed:
         return " and ".join([device] * bool(self.device) + [host] * bool(self.host))
 
 
-type _Kept = list[tuple[ModuleCost, Placed]]
+type _Plan = list[tuple[ModuleCost, Placed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +136,8 @@ def in_flight(pp_size: int, pp_rank: int, chunks: int = 1, group_size: int | Non
 
 
 def growth(tokens: int, first: int) -> float:
-    """How many times as much memory a micro-batch of so many tokens takes at most as one of `first`
-    tokens: where attention stores its scores, the square; 1 for shorter ones."""
+    """How many times the memory of a micro-batch of `first` tokens one of `tokens` takes at most:
+    the square where attention stores its scores; 1 for shorter ones."""
     return max(1.0, tokens / first) ** 2 if first else 1.0
 
 
@@ -148,10 +146,9 @@ def choose_keep(
 ) -> KeepChoice:
     """The cheapest recomputation whose kept results fit into budgets of device and host memory.
 
-    Everything if it fits; offloaded if that hides the copy, and it takes more than half of the
-    budget, which is worth as much for other modules. Else half of it, or all for some layers,
-    whichever saves more recomputation. A copy hides behind the layers' forward, or if attention
-    alone takes longer, which for any model depends on the sequence length alone.
+    Everything if it fits; offloaded if the copy is hidden and it takes more than half of the
+    budget, which other modules can use. Else half of it, or all for some layers, whichever saves
+    more. A copy hides behind the layers' forward, or behind attention alone (`hides_copy`).
     """
     layers, per_layer = problem.layers, problem.layer_bytes * problem.in_flight
     total = per_layer * layers
@@ -177,23 +174,22 @@ def choose_modules(problem: KeepProblem, modules: Iterable[ModuleCost], budget_b
     ones), with what attention's results leave of budgets of device and host memory: first of what
     waits for the GPU, then so that most time is saved.
 
-    A layer's own output is there in its backward whether it was kept or not, so one layer of each
-    module costs nothing, as far as that backward takes more than the rest of the step does. What
-    goes to the host hides behind the forward of the stage's layers; it is fetched a layer ahead,
-    which takes room on the device.
+    A layer's own output exists in its backward whether it was kept or not, so one layer of each
+    module is free, within `free_bytes`. What goes to the host hides behind the forward of the
+    stage's layers; it is fetched a layer ahead, which takes room on the device.
     """
-    kept = choose_keep(problem, budget_bytes, host_bytes, rates)
-    if kept.keep != "all" or kept.layers < problem.layers:
+    attention = choose_keep(problem, budget_bytes, host_bytes, rates)
+    if attention.keep != "all" or attention.layers < problem.layers:
         return {}
     layers, flying = problem.layers, problem.in_flight
-    spare = budget_bytes - problem.layer_bytes * (2 if kept.offload else layers * flying)
-    copied = layers * problem.layer_bytes if kept.offload else 0  # of one micro-batch
+    spare = budget_bytes - problem.layer_bytes * (2 if attention.offload else layers * flying)
+    copied = layers * problem.layer_bytes if attention.offload else 0  # of one micro-batch
     host = min(host_bytes / flying, _hidden_bytes(problem, rates)) - copied
     sized = (module for module in modules if module.num_bytes)  # not experts without a token
     best_first = sorted(sized, key=lambda x: (not x.waits, -x.flops / x.num_bytes))
     choices = [
         (whole, _best_beside(problem, whole, best_first, (room, host), rates))
-        for whole, room in enumerate(_left_by_whole(problem, spare, kept.offload))
+        for whole, room in enumerate(_left_by_whole(problem, spare, attention.offload))
     ]
     whole, best = max(choices, key=lambda choice: _saved(problem, *choice, rates))
     chosen = {module.name: placed for module, placed in best if placed.device}
@@ -201,15 +197,13 @@ def choose_modules(problem: KeepProblem, modules: Iterable[ModuleCost], budget_b
 
 
 def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> Iterator[float]:
-    """What no layer, one, two and so on leave of the device, if they are whole: not recomputed.
+    """What n = 0, 1, 2, ... whole layers, which are not recomputed, leave of the device.
 
         left(n) = spare + free - n * size * in_flight
 
     - size: what a whole layer holds, without attention's results if `spare` counts them already.
-    - free: the last layer's backward recomputes nothing, so it has room for its own `size`, as far
-      as a backward takes more than the rest of the step; not if recomputed layers (`never_whole`)
-      come before it in backward.
-    - beside whole layers no output of a module is free: see `_best_beside`.
+    - free: the last layer's backward recomputes nothing, so it has room for its own `size`, within
+      `free_bytes`; not if recomputed layers (`never_whole`) come before it in backward.
     """
     most = (problem.layers - problem.never_whole) * bool(problem.whole_bytes)
     size = max(0, problem.whole_bytes - problem.layer_bytes * (not is_offloaded))
@@ -218,7 +212,7 @@ def _left_by_whole(problem: KeepProblem, spare: float, is_offloaded: bool) -> It
     yield from (spare, *takewhile(lambda room: room >= 0, lefts))
 
 
-def _saved(problem: KeepProblem, whole: int, placed: _Kept, rates: Rates) -> tuple[int, float]:
+def _saved(problem: KeepProblem, whole: int, placed: _Plan, rates: Rates) -> tuple[int, float]:
     """Waits and seconds that recomputation then does without."""
     layers = [(module, at.device + at.host) for module, at in placed]
     waits = sum(n for x, n in layers if x.waits) + whole * any(x.waits for x, _ in layers)
@@ -234,12 +228,13 @@ class _Way(Enum):
 
 
 def _best_beside(problem: KeepProblem, whole: int, modules: Sequence[ModuleCost],
-                 spare: tuple[float, float], rates: Rates) -> _Kept:  # fmt: skip
-    """What saves most beside so many whole layers, with what is left of the device and the host."""
+                 spare: tuple[float, float], rates: Rates) -> _Plan:  # fmt: skip
+    """What saves most beside so many whole layers, with what is left of the device and the host;
+    beside whole layers no output of a module is free."""
     free = 0.0 if whole else problem.free_bytes
     recomputed = replace(problem, layers=problem.layers - whole, free_bytes=free)
 
-    def placed(ways: Sequence[_Way]) -> _Kept:
+    def placed(ways: Sequence[_Way]) -> _Plan:
         return _placed(recomputed, modules, ways, *spare)
 
     def saved(ways: Sequence[_Way]) -> tuple[int, float]:
@@ -249,21 +244,20 @@ def _best_beside(problem: KeepProblem, whole: int, modules: Sequence[ModuleCost]
 
 
 def _placed(problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[_Way], spare: float,
-            host: float) -> _Kept:  # fmt: skip
-    """In turn as much of each module as fits and its way says; then more on the device, with what
-    is left of it."""
+            host: float) -> _Plan:  # fmt: skip
+    """In turn as much of each module as fits, in its way; then more, with what is left."""
     placed, free = {}, problem.free_bytes
     for module, way in zip(modules, ways, strict=True):
         size = module.num_bytes
         spare_now = spare - max(0.0, size - free)  # its first layer may cost something
         fitting = int((spare_now / size + 1) // problem.in_flight) if spare_now >= 0 else 0
         most = min(problem.layers, fitting)
-        here = most if way is _Way.DEVICE else min(most, 1)
-        fits = size * Placed(here, 1).at_peak(problem.in_flight) <= spare_now
-        offloads = way is _Way.HOST and here and fits
-        there = min(problem.layers - here, int(host // size)) if offloads else 0
-        placed[module] = Placed(here, max(there, 0))
-        if here:
+        device = most if way is _Way.DEVICE else min(most, 1)
+        fits = size * Placed(device, 1).at_peak(problem.in_flight) <= spare_now
+        offloads = way is _Way.HOST and device and fits
+        on_host = min(problem.layers - device, int(host // size)) if offloads else 0
+        placed[module] = Placed(device, max(on_host, 0))
+        if device:
             spare = spare_now - size * placed[module].at_peak(problem.in_flight)
             free = max(0.0, free - size)
         host -= placed[module].host * size
@@ -277,8 +271,8 @@ def _placed(problem: KeepProblem, modules: Sequence[ModuleCost], ways: Sequence[
 
 
 def _hidden_bytes(problem: KeepProblem, rates: Rates) -> float:
-    """Bytes of a micro-batch whose copy takes as long as the forward of the stage's layers, and
-    what comes before their backward; then copies are some layers behind at most."""
+    """Bytes of a micro-batch that are copied during the forward of the stage's layers, and what
+    comes before their backward; copies are at most `LAYERS_BEHIND` behind."""
     after = min(problem.turn_s, LAYERS_BEHIND * problem.forward_s)
     return _HIDDEN * (problem.layers * problem.forward_s + after) / rates.copy_s(1)
 

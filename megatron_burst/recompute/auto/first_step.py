@@ -48,9 +48,6 @@ class FirstStep:
 
     It begins when this is made, before a forward; torch's peaks of memory count from then on.
 
-    Args:
-        device: of the model.
-
     Attributes:
         is_over: whether an optimizer has made it.
         held_share: most bytes that a layer's graph holds for backward, beside its input and its
@@ -82,7 +79,7 @@ class FirstStep:
         """Bytes of all tensors on the GPU; 0 without one."""
         if not self._on_gpu:
             return 0
-        # a tenth of the time that memory_allocated takes, for which every whole layer would wait
+        # memory_allocated takes ten times as long, for which every whole layer would wait
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         return stats["allocated_bytes"]["all"]["current"] if stats else 0
 
@@ -95,12 +92,8 @@ class FirstStep:
 
     @contextmanager
     def timing(self, tokens: int, modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
-        """Context of a layer's forward, whose time counts until the step is over.
-
-        Args:
-            tokens: of the micro-batch.
-            modules: modules that recomputation does without anyway; see `rest_s`.
-        """
+        """Context of a layer's forward, whose time counts until the step is over. `tokens`: of the
+        micro-batch; `modules`: those that recomputation does without anyway, see `rest_s`."""
         if not self.is_over:
             self.tokens = max(self.tokens, tokens)
         if not self._on_gpu or self.is_over:
@@ -156,16 +149,12 @@ class FirstStep:
         """A layer's results in recomputation; until the step is over, measures `held_share`.
 
         By what the graph saves, and on a GPU also by how much more is allocated, whichever is more:
-        the graph tells nothing of what nodes written in C++ save, and growth nothing of what
-        took the place of something else, as the tensors that Megatron's dispatchers of tokens hold
-        from one call to the next. Not where torch itself looks at what the graph saves.
+        the graph does not show what nodes in C++ save, and growth not what took the place of
+        something else, such as tensors that Megatron's token dispatchers hold between calls. Not
+        where torch itself looks at what the graph saves.
 
-        Args:
-            forward: the layer's.
-            x: its input.
-            run: the checkpoint that is recomputed.
-            kind: of the layer: those of one kind hold as much.
-            living: tensors that the graph may save and that live on anyway, as parameters.
+        `x`: the layer's input; `kind`: of the layer: those of one kind hold as much; `living`:
+        tensors that the graph may save and that live on anyway, such as parameters.
         """
         if self.is_over or run.frame.stops_early:
             return forward()
@@ -209,8 +198,8 @@ class FirstStep:
 
     def left_bytes(self, tokens: int) -> int:
         """What a further step leaves of the memory: it begins with the optimizer's states, and
-        takes as much as the first one, or more if this rank's micro-batches were shorter than so
-        many tokens. Without a GPU, half of what is available."""
+        takes as much as the first one, or more if this rank's micro-batches were shorter than
+        `tokens`. Without a GPU, half of what is available."""
         for hook in self._hooks:
             hook.remove()
         if not self._on_gpu:
@@ -225,14 +214,13 @@ class FirstStep:
 
 def host_gbs(device: torch.device) -> float | None:
     """GB/s of a copy between a GPU and pinned host memory, the best of some, in the slower
-    direction; None: no GPU. Other GPUs of the node slow it down only if they copy at the same
-    time."""
+    direction; None: no GPU. Other GPUs of the node slow it down only while they copy too."""
     if device.type != "cuda":
         return None
-    there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
-    here = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
-    slower = max(_copy_s(*ends) for ends in ((here, there), (there, here)))
-    return _COPIED / slower / 1e9
+    on_device = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+    on_host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+    seconds = max(_copy_s(on_host, on_device), _copy_s(on_device, on_host))
+    return _COPIED / seconds / 1e9
 
 
 def _copy_s(target: torch.Tensor, source: torch.Tensor) -> float:

@@ -11,28 +11,22 @@ from torch.utils._pytree import tree_leaves
 
 
 def graph_bytes(results: Any, living: Iterable[Tensor]) -> int:
-    """Bytes of what the graph of a call's results holds for backward on their device, besides
-    these, other tensors, and leaves, such as parameters.
-
-    Args:
-        results: tensors in any nesting.
-        living: tensors that live on anyway: the call's inputs, where the graph ends, parameters
-            that are frozen.
-    """
+    """Bytes of what the graph of a call's results, tensors in any nesting, holds for backward on
+    their device, besides these, leaves such as parameters, and tensors that live on anyway: the
+    call's inputs, where the graph ends, and frozen parameters."""
     living, saved = list(living), {}
-    elsewhere = {*storages(results), *_homes(living)}
+    elsewhere = {*storages(results), *_addresses(living)}
     devices = {x.device for x in tree_leaves(results) if isinstance(x, Tensor)}
     for node in _behind(makers_of(results), {x.grad_fn for x in living}):
         if hasattr(node, "variable"):  # of a leaf
-            elsewhere |= _homes([node.variable])
+            elsewhere |= _addresses([node.variable])
         else:
             saved |= storages([x for x in _saved_by(node) if getattr(x, "device", None) in devices])
     return sum(size for address, size in saved.items() if address not in elsewhere)
 
 
 def _behind(nodes: Iterable[Node], seen: set[Node | None]) -> Iterator[Node]:
-    """Nodes and all that the graph has behind them, once each; not those in `seen`, nor what lies
-    behind these alone."""
+    """Nodes and all behind them, once each; not those in `seen`, nor what only they lead to."""
     stack = list(nodes)
     while stack:
         node = stack.pop()
@@ -44,17 +38,13 @@ def _behind(nodes: Iterable[Node], seen: set[Node | None]) -> Iterator[Node]:
 
 def storages(tensors: Any) -> dict[int, int]:
     """Sizes in bytes of the memory that tensors, in any nesting, are views of, by its address."""
-    every = (x.untyped_storage() for x in tree_leaves(tensors) if isinstance(x, Tensor))
-    return {storage.data_ptr(): storage.nbytes() for storage in every}
+    memory = (x.untyped_storage() for x in tree_leaves(tensors) if isinstance(x, Tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in memory}
 
 
 def readers(results: Any, nodes: list[Node]) -> Iterable[Node]:
-    """The graph's nodes between results and some nodes that save a floating-point tensor.
-
-    Args:
-        results: tensors in any nesting.
-        nodes: that made what may be read.
-    """
+    """The graph's nodes that save a floating-point tensor, between `results`, tensors in any
+    nesting, and `nodes`, which made what may be read."""
     users = defaultdict(list)
     for node in _behind(makers_of(results), set(nodes)):  # behind them nothing of theirs is read
         for before, _ in node.next_functions:
@@ -73,9 +63,8 @@ def leaves_of(nodes: Iterable[Node]) -> Iterable[Tensor]:
     return (node.variable for node in _behind(nodes, set()) if hasattr(node, "variable"))
 
 
-def _homes(tensors: list[Tensor]) -> set[int]:
-    """Where tensors are that live on anyway, and Megatron's buffers of their gradients, to which
-    fused products refer."""
+def _addresses(tensors: list[Tensor]) -> set[int]:
+    """Where tensors are, and Megatron's buffers of their gradients, which fused products save."""
     return set(storages([tensors, [getattr(x, "main_grad", None) for x in tensors]]))
 
 
