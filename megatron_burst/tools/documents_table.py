@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_burst.tools.documents import CHANGING, SEQUENTIAL, Documents, Outcome
 from megatron_burst.tools.terminal import new_console, say
@@ -35,10 +35,8 @@ def show_documents(found: Documents) -> None:
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table()
-    table.add_column("documents")
-    for name in ("token limit of a rank", "predicted step, s", "ranks wait", "times as fast"):
-        table.add_column(name, justify="right")
+    names = "token limit of a rank", "predicted step, s", "ranks wait", "times as fast"
+    table = Table("documents", *(Column(name, justify="right") for name in names))
     for one in outcomes:
         gain = outcomes[0].seconds / one.seconds
         words = f"{one.grid.token_limit:,}", f"{one.seconds:.4g}", f"{one.waiting:.0%}"
@@ -60,7 +58,7 @@ def in_words(found: Documents) -> str:
 
 def _how(one: Outcome) -> str:
     """A rule and its setting."""
-    if one.rule == SEQUENTIAL or one.rule.startswith("packed"):
+    if one.rule.startswith("packed"):
         return f"documents {one.rule}"
     sizes = ", ".join(map(str, one.cp_sizes))
     how = f"at context-parallel sizes {sizes}" if one.rule == CHANGING else f"at CP {one.grid.cp}"

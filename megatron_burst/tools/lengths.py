@@ -27,8 +27,7 @@ _HEADER = np.dtype([("magic", "V9"), ("version", "<u8"), ("dtype", "u1"),
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """A data set: `counts` documents of `shortest` to `longest` tokens, all in that range as likely
-    as each other."""
+    """A data set: `counts` documents of `shortest` to `longest` tokens, all equally likely."""
 
     shortest: np.ndarray
     longest: np.ndarray

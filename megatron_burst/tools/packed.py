@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_burst.errors import BurstError
 from megatron_burst.logs import Decision
@@ -75,16 +75,15 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
     times = [attention_time(call, hardware, way, ranks=ranks, sample=sample) for way in Direction]
     return Way(
         sample, sample.tokens - given.tokens, call, resolve(opened)[1]["intra"],
-        tuple(_work(both[0], timer, shape.heads_q) for both in programs),
-        tuple(sum(sum(one.sent_bytes().values()) for one in both) for both in programs),
+        tuple(_work(passes[0], timer, shape.heads_q) for passes in programs),
+        tuple(sum(sum(one.sent_bytes().values()) for one in passes) for passes in programs),
         (times[0].seconds, times[1].seconds),
         sum(time.exposed(link) for time in times for link in Link),
     )  # fmt: skip
 
 
 def _work(program: Program, timer: Timer, heads: int) -> float:
-    """Pairs of a forward pass, in units of all heads: a kernel of few heads counts for its
-    share."""
+    """Pairs of a forward pass; those of a kernel of few heads count for its share of all heads."""
     parts = Parts(program)
     kernels = (parts.tile_of(op) for op in program.ops if isinstance(op, Attend))
     return sum(timer.pairs(tile) * shape.heads_q / heads for tile, shape in kernels)
@@ -166,10 +165,7 @@ def _way(call, layout: Layout, sample: Sample, hardware: Hardware) -> Way | Burs
 
 
 def _table(ways: Mapping[str, Way]) -> Table:
-    table = Table()
-    table.add_column("")
-    for name in ways:
-        table.add_column(name, justify="right")
+    table = Table("", *(Column(name, justify="right") for name in ways))
     every = list(ways.values())
     rows = {
         "runs as": [describe_mode(way.call) for way in every],

@@ -56,11 +56,10 @@ def show_flags(console: Console, shown: Shown) -> None:
             _show_words(console, f"Flags of the model{script}:", as_words(model_flags(job.model)))
         _show_words(console, "Flags of the run:", as_words(flags))
         return
-    there = {flag for flag, value in flags.items() if _is_there(shown.arguments, flag, value)}
-    new = {flag: value for flag, value in flags.items() if flag not in there}
+    old = {flag: x for flag, x in flags.items() if _is_there(shown.arguments, flag, x)}
+    new = {flag: x for flag, x in flags.items() if flag not in old}
     head = "Flags to add or change, started with -m megatron_burst:"
     _show_words(console, head, as_words(new) or ["none"])
-    old = {flag: flags[flag] for flag in flags if flag in there}
     _show_words(console, "Flags that the script has already:", as_words(old) or ["none"])
 
 
