@@ -53,12 +53,7 @@ class Way:
 
 
 def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layout) -> Way:
-    """How a sample runs on the ranks of a call.
-
-    Args:
-        call: heads, topology and options, with choices open; its tokens are the sample's.
-        given: the documents, without padding.
-        layout: ZIGZAG, where documents start at any token, or DOCUMENTS.
+    """How a sample, `given` without padding, runs on the ranks of a call with open choices.
 
     Raises:
         BurstError: if burst has no mode for it.
@@ -98,12 +93,9 @@ def rows_of_rank(way: Way, rank: int) -> Positions:
 
 
 def plan_sample(job: Job, path: Path, sizes: Mapping[str, int]) -> tuple[dict[str, Way], str]:
-    """Print what a sample's attention takes; how it can run, by name, and what it is.
+    """Print what attention of a sample, in a file, takes; how it can run, by name, and what it is.
 
-    Args:
-        job: whose attention; its length and batch are not used.
-        path: of the sample's boundaries or lengths.
-        sizes: that are given; without CP all GPUs that TP leaves.
+    The job's length and batch are not used; without a size of CP it has all GPUs that TP leaves.
 
     Raises:
         BurstError: if the file has no documents, or the sizes fit no job.
@@ -111,8 +103,8 @@ def plan_sample(job: Job, path: Path, sizes: Mapping[str, int]) -> tuple[dict[st
     numbers = numbers_in(path)
     sample = Sample.of(numbers)
     ways = _ways(job, sizes, sample)
-    found = {name: way for name, way in ways.items() if isinstance(way, Way)}
-    if not found:
+    working = {name: way for name, way in ways.items() if isinstance(way, Way)}
+    if not working:
         raise BurstError(next(str(way) for way in ways.values()).removeprefix("burst attention: "))
     read = "boundaries" if sample.edges == tuple(numbers) else "lengths"
     title = (
@@ -122,13 +114,13 @@ def plan_sample(job: Job, path: Path, sizes: Mapping[str, int]) -> tuple[dict[st
     console = new_console()
     say(console, f"{title} ({path.name} has {read})")
     say(console, f"it has {sample.share:.1%} of one causal sequence's work; one layer's attention:")
-    console.print(_table(found))
+    console.print(_table(working))
     for name, way in ways.items():
         if isinstance(way, Way) and way.why.reason != "asked for":
             say(console, f'"{name}" runs as {way.why.value}, because {way.why.reason}')
         elif not isinstance(way, Way):
             say(console, f'"{name}": {way}', "refused: ", "yellow")
-    return found, title
+    return working, title
 
 
 def _ways(job: Job, sizes: Mapping[str, int], sample: Sample) -> dict[str, Way | BurstError]:
@@ -150,11 +142,11 @@ def _ways(job: Job, sizes: Mapping[str, int], sample: Sample) -> dict[str, Way |
         "documents at any token": (call, Layout.ZIGZAG),
         "any token, rows stay": (stays, Layout.ZIGZAG),
     }
-    found = {name: _way(*how, sample, job.hardware) for name, how in every.items()}
-    other = found["documents at any token"]
+    ways = {name: _way(*how, sample, job.hardware) for name, how in every.items()}
+    other = ways["documents at any token"]
     if isinstance(other, Way) and other.call.intra != "a2a":
-        del found["any token, rows stay"]
-    return found
+        del ways["any token, rows stay"]
+    return ways
 
 
 def _way(call, layout: Layout, sample: Sample, hardware: Hardware) -> Way | BurstError:

@@ -24,7 +24,7 @@ class Shown:
     """What is shown of a search."""
 
     job: Job
-    found: Sequence[Candidate]  # the best first
+    candidates: Sequence[Candidate]  # the best first
     script: Script  # what a file of Megatron's arguments says of the job
     arguments: Mapping[str, Any]  # that it has; {} if the model is not from such a file
     warnings: Sequence[str]  # sentences
@@ -39,7 +39,7 @@ class Shown:
 
 def show_flags(console: Console, shown: Shown) -> None:
     """Flags to copy of a plan that fits: the model's, if no file has them, and the strategy's."""
-    job, best = shown.job, shown.found[0]
+    job, best = shown.job, shown.candidates[0]
     flags = flag_values(job, best.strategy, best.memory.node, shown.script.flags)
     if shown.framework not in (None, MEGATRON):
         words = words_of(shown.framework, job, best.strategy, flags)

@@ -37,11 +37,11 @@ def show(shown: Shown) -> None:
     _show_answer(console, shown)
     for note in shown.warnings:
         say(console, note, "warning: ", "yellow")
-    if shown.others and len(shown.found) > 1:
-        _show_others(console, shown.job, shown.found)
+    if shown.others and len(shown.candidates) > 1:
+        _show_others(console, shown.job, shown.candidates)
     else:
-        say(console, _why_best(shown.found))
-    best = shown.found[0].strategy
+        say(console, _why_best(shown.candidates))
+    best = shown.candidates[0].strategy
     say(console, f"{best.layout}, {best.policy}")
     if meant := _meant(best):
         say(console, meant)
@@ -49,13 +49,13 @@ def show(shown: Shown) -> None:
         _show_parts(console, shown)
     if shown.with_keep:
         say(console, shown.with_keep)
-    if shown.found[0].fits:
+    if shown.candidates[0].fits:
         show_flags(console, shown)
 
 
 def _show_answer(console: Console, shown: Shown) -> None:
     """Speed, memory and how far the speed may be off; then of what job."""
-    job, best = shown.job, shown.found[0]
+    job, best = shown.job, shown.candidates[0]
     gib = f"{best.memory.peak / GIB:.1f} of {job.hardware.gpu.usable_bytes / GIB:.1f} GiB"
     sequences = f"{job.batch} sequence{'s' * (job.batch > 1)} of {in_units(job.seq)} tokens"
     sequences += " (the default)" * shown.usual_batch
@@ -127,7 +127,7 @@ def _why_best(candidates: Sequence[Candidate]) -> str:
 
 def _show_parts(console: Console, shown: Shown) -> None:
     """Time and memory of the best by part, and its attention."""
-    job, best = shown.job, shown.found[0]
+    job, best = shown.job, shown.candidates[0]
     parts = {("a GPU's memory", "GiB"): _memory_rows(job, best.memory, shown.verbose)}
     if time := best.time:
         unit, many = ("s", 1.0) if time.seconds >= 1 else ("ms", 1e3)

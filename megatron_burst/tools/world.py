@@ -82,10 +82,8 @@ class World:
 def started(who: str, device: str | None, nodes: int | None = None) -> Iterator[World]:
     """The world under torchrun, or of one process alone; ends its process groups.
 
-    Args:
-        who: refuses.
-        device: "cuda", "cpu"; None takes GPUs where there are any.
-        nodes: that this machine pretends to be, of contiguous ranks, connected by sockets.
+    Without a device it takes GPUs where there are any. `nodes`: that this machine pretends to be,
+    of contiguous ranks, connected by sockets.
 
     Raises:
         BurstError: if there are no GPUs though asked for, or the nodes do not divide the ranks.

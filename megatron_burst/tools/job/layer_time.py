@@ -165,12 +165,8 @@ def host_seconds(
 
     All copies are made in order. Those to the host hide behind the layers' forward, which waits if
     they are too many layers behind, then the head and the last layer's backward; a layer's copy
-    back, which starts with the backward of the one behind it, hides behind that.
-
-    Args:
-        seconds: of an average layer: its forward, and all of it.
-        layers: of the stage.
-        head: seconds of the head and its loss, if the stage has them.
+    back, which starts with the backward of the one behind it, hides behind that. `seconds`: of an
+    average layer's forward, and of all of it; `head`: of the stage's head and loss.
     """
     moved, count = host_bytes(job, strategy)
     if not count:

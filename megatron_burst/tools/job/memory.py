@@ -217,10 +217,8 @@ class _Mixer:
 class _FeedForward:
     """Bytes of a feed-forward for one sequence."""
 
-    # its input after the norm, the first products' outputs, and the activation's output
-    saved: float
-    # what backward needs in addition at its peak, including the gradient of the layer's output
-    working: float
+    saved: float  # its input after the norm, outputs of the first products and the activation
+    working: float  # what backward needs beside at its peak, the output's gradient included
 
 
 def _feed_forwards(model: Model, tp: int, tokens: float) -> list[tuple[int, _FeedForward]]:
