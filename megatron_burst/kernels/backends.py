@@ -29,8 +29,8 @@ def backends() -> dict[str, Backend]:
 
 
 def attend_and_raise(backend: Backend, largest: Tensor | None) -> Callable[..., Any]:
-    """`backend.forward`, which also raises `largest` [h] to the largest score of each head, without
-    sinks; None: only that."""
+    """`backend.forward`, which raises `largest` [h], if there is one, to each head's largest score,
+    without sinks."""
     if largest is None:
         return backend.forward
     if backend.finds_largest(largest.device):
@@ -57,12 +57,13 @@ def choose_backend(problem: Problem, requested: str) -> tuple[Backend, Decision]
     Raises:
         BurstError: if a name is unknown, or if no requested backend supports the problem.
     """
-    chosen = _first_supported(problem, names := _names(problem, requested))
-    if chosen and requested != "auto":
-        among = f" among {', '.join(names)}: {chosen.reason}" if len(names) > 1 else ""
-        chosen = replace(chosen, reason=f"asked for{among}")
+    names = _names(problem, requested)
+    chosen = _first_supported(problem, names)
     if chosen is None:
         raise _no_backend_error(problem, requested, names)
+    if requested != "auto":
+        among = f" among {', '.join(names)}: {chosen.reason}" if len(names) > 1 else ""
+        chosen = replace(chosen, reason=f"asked for{among}")
     return backends()[chosen.value], chosen
 
 

@@ -76,10 +76,9 @@ class FlashAttention4(Backend):
             backward = inspect.signature(module._flash_attn_bwd).parameters
         except (ImportError, AttributeError) as error:
             return f"it cannot be imported ({error}); {_INSTALL}"
-        both = {*_WHERE, *_BLOCKS}
-        known = {"learnable_sink", "softcap", *both} <= forward.keys()
-        needed = {"softcap", "dlse", "deterministic", "dq", "dk", "dv", *both}
-        if not known or not needed <= backward.keys():
+        shared = {"softcap", *_WHERE, *_BLOCKS}
+        of_backward = shared | {"dlse", "deterministic", "dq", "dk", "dv"}
+        if not (shared | {"learnable_sink"} <= forward.keys() and of_backward <= backward.keys()):
             return f"the installed one has another interface; {_INSTALL}"
         # at each first compilation the DSL warns that it guesses how to pass a structure
         warnings.filterwarnings("ignore", message="Argument aux_data", module=r"cutlass\.")
@@ -133,19 +132,12 @@ class FlashAttention4(Backend):
 
 
 def _where(visible: Visible, q: Tensor, k: Tensor, of_keys: bool) -> dict[str, Any]:
-    """Segments and band, or blocks, as a pass takes them; None is no bound.
-
-    Args:
-        visible: what is seen.
-        q: of the call.
-        k: of the call.
-        of_keys: whether the pass works on blocks of keys, as backward does.
-    """
+    """Segments and band, or blocks, as a pass takes them; None is no bound. `of_keys`: whether the
+    pass works on blocks of keys, as backward does."""
     if visible.parts is not None:
         return {"causal": False} | _blocks(visible, q, k, of_keys)
-    if not visible.windowed:
-        where: dict[str, Any] = {"causal": visible.causal}
-    else:
+    where: dict[str, Any] = {"causal": visible.causal}
+    if visible.windowed:
         band = visible.within(q.shape[1], k.shape[1])
         where = {"window_size_left": band.left, "window_size_right": band.right}
     if (segments := visible.segments) is not None:

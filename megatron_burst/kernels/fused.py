@@ -194,8 +194,8 @@ def _sum_rows_kernel(
     for i in tl.static_range(COUNT):
         row = tl.load(picked[0] + i * picked[1] + rows, mask=inside, other=-1)
         there = (row >= 0)[:, None] & valid
-        found = _elements(source, batch, head, tl.maximum(row, 0), columns, UNIT)
-        total += tl.load(found, mask=there, other=0.0).to(tl.float32)
+        pointers = _elements(source, batch, head, tl.maximum(row, 0), columns, UNIT)
+        total += tl.load(pointers, mask=there, other=0.0).to(tl.float32)
     tl.store(_elements(target, batch, head, rows, columns, UNIT), total, mask=valid)
 
 

@@ -127,7 +127,7 @@ def _no_dropout(x: Tensor) -> tuple[Tensor, Tensor]:
 def _where(visible: Visible, q: Tensor, k: Tensor) -> tuple[tuple, dict[str, int | None]]:
     """Segments and band, as both passes take them."""
     # without segments each sequence of the batch is one
-    segments = visible.segments or Segments(starts(q), starts(k), q.shape[1], k.shape[1])
+    segments = visible.segments or Segments(_starts(q), _starts(k), q.shape[1], k.shape[1])
     band = visible.within(q.shape[1], k.shape[1])
     # Upper bounds: max_q of 1 would make FlashAttention-2 swap rows and heads, which requires one
     # query in every segment; max_k of 0 would launch an empty grid. max_k below max_q: `is_varlen`.
@@ -141,10 +141,10 @@ def _forward_varlen(
 ) -> tuple[Tensor, Tensor]:
     places, band = _where(visible, q, k)
     out, lse, *_ = _aten._flash_attention_forward(
-        flat(q), flat(k), flat(v), *places, False, scale=scale, **band
+        _flat(q), _flat(k), _flat(v), *places, False, scale=scale, **band
     )
     lse = lse.masked_fill_(lse == torch.inf, -torch.inf)  # of rows without a key it may be either
-    return like(q, out), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
 
 
 def _backward_varlen(
@@ -153,13 +153,10 @@ def _backward_varlen(
     places, band = _where(visible, side.q, k)
     tensors, lse = (side.q, k, v), side.lse.transpose(0, 1).flatten(1, 2).contiguous()  # [h, b * n]
     grads = _aten._flash_attention_backward(
-        flat(side.dout), *map(flat, tensors), flat(side.out), lse, *places,
+        _flat(side.dout), *map(_flat, tensors), _flat(side.out), lse, *places,
         *_no_dropout(k), scale=scale, **band,
     )  # fmt: skip
-    return tuple(like(x, grad) for x, grad in zip(tensors, grads, strict=True))
-
-
-# ---- FlashAttention-2's varlen kernels -----------------------------------------------------------
+    return tuple(grad.unflatten(0, x.shape[:2]) for x, grad in zip(tensors, grads, strict=True))
 
 
 def is_varlen(visible: Visible) -> bool:
@@ -173,17 +170,12 @@ def is_varlen(visible: Visible) -> bool:
     return visible.windowed or visible.segments is not None
 
 
-def starts(x: Tensor) -> Tensor:
+def _starts(x: Tensor) -> Tensor:
     """Where each sequence of a batch [b, n, h, d] begins, and the end: [b + 1], int32."""
     batch, rows = x.shape[:2]
     return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * rows
 
 
-def flat(x: Tensor) -> Tensor:
+def _flat(x: Tensor) -> Tensor:
     """[b, n, h, d] -> [b * n, h, d]; a view for a batch of one."""
     return x[0] if x.shape[0] == 1 else x.flatten(0, 1)
-
-
-def like(x: Tensor, rows: Tensor) -> Tensor:
-    """[b * n, h, d] of a kernel -> [b, n, h, d], as x is."""
-    return rows.unflatten(0, x.shape[:2])

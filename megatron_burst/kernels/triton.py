@@ -54,9 +54,11 @@ class Triton(Backend):
 
     def largest_of_rows(self, q: Tensor, k: Tensor, scale: float, visible: Visible) -> Tensor:
         """The largest score of each row [b, h, n] in float32, -inf without a key."""
-        from megatron_burst.kernels.triton_forward import launch_largest
+        from megatron_burst.kernels.triton_forward import empty_largest, launch_forward
 
-        return launch_largest(q, k, scale, visible)
+        rows = empty_largest(q)
+        launch_forward(q, k, None, scale, visible, None, None, largest=rows)
+        return rows
 
     def backward(
         self, side: QuerySide, k, v, scale, visible, into=None, deterministic=False, softcap=0.0

@@ -33,40 +33,22 @@ from megatron_burst.kernels.triton_tiles import (
 from megatron_burst.kernels.visible import Visible
 
 
+def empty_largest(q: Tensor) -> Tensor:
+    """Memory for the largest score of each row [b, h, n], -inf where a kernel writes none."""
+    batch, rows, heads = q.shape[:3]
+    return q.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
+
+
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Visible, out: Tensor, lse: Tensor,
-    sink: Tensor | None = None, choose: Chooser | None = None, softcap: float = 0.0,
-    largest: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor | None, scale: float, visible: Visible, out: Tensor | None,
+    lse: Tensor | None, sink: Tensor | None = None, choose: Chooser | None = None,
+    softcap: float = 0.0, largest: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write out [b, n, h, dv] and lse [b, h, n]; see `Backend.forward`.
 
     `choose` replaces the table of block sizes; `largest` [b, h, n] gets the largest score of each
-    row.
+    row. Without v there are no out and lse, and only `largest` is written.
     """
-    _launch(q, k, v, scale, visible, (out, lse, largest), sink, choose, softcap)
-
-
-def launch_largest(
-    q: Tensor, k: Tensor, scale: float, visible: Visible, choose: Chooser | None = None
-) -> Tensor:
-    """The largest score of each row [b, h, n], -inf without a key, and nothing else."""
-    largest = empty_largest(q)
-    _launch(q, k, None, scale, visible, (None, None, largest), None, choose)
-    return largest
-
-
-def empty_largest(q: Tensor) -> Tensor:
-    """Memory for the largest score of each row [b, h, n], -inf where a kernel writes none."""
-    shape = q.shape[0], q.shape[2], q.shape[1]
-    return q.new_full(shape, -torch.inf, dtype=torch.float32)
-
-
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor | None, scale: float, visible: Visible,
-    results: tuple[Tensor | None, Tensor | None, Tensor | None], sink: Tensor | None,
-    choose: Chooser | None, softcap: float = 0.0,
-) -> None:  # fmt: skip
-    """Write those of (out, lse, largest) that there are; without v there is no out."""
     batch, n_q, heads, dim_qk = q.shape
     n_k, dim_v = k.shape[1], 16 if v is None else v.shape[3]
     if batch * n_q * heads == 0:
@@ -79,7 +61,7 @@ def _launch(
     together = group * heads_together(k, longest * (dim_qk + dim_v) * k.itemsize)
     sizes = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)
     boxes = [None if x is None else box(x, size, blocks.tma) for x, size in sizes]
-    operands = [None if x is None else operand(x) for x in (q, k, v, *results)]
+    operands = [None if x is None else operand(x) for x in (q, k, v, out, lse, largest)]
     with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
         _forward_kernel[(count * heads * batch,)](
             *operands, sink, *boxes, table,

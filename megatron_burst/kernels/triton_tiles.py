@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_burst.kernels.masks.block_lists import lists_of
-from megatron_burst.kernels.visible import Segments, Visible
+from megatron_burst.kernels.visible import Visible
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -73,17 +73,12 @@ def statistics_box(x: Tensor, rows: int, wanted: bool) -> TensorDescriptor | Non
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows])
 
 
-def widths(dim: int) -> tuple[int, int]:
-    """(WIDTH, REST) of a head dimension: powers of two of at least 16 whose sum covers it."""
-    half = padded(dim) // 2
-    if half < 16 or half + padded(dim - half) >= padded(dim):
-        return padded(dim), 0
-    return half, padded(dim - half)
-
-
 def columns_of(dim_qk: int, dim_v: int) -> dict[str, int]:
     """Head dimensions, and the columns that they take, as constants of kernels."""
-    width, rest = widths(dim_qk)
+    width, rest = padded(dim_qk), 0
+    half = width // 2
+    if half >= 16 and half + padded(dim_qk - half) < width:
+        width, rest = half, padded(dim_qk - half)
     return dict(DIM_QK=dim_qk, DIM_V=dim_v, WIDTH=width, REST=rest, WIDTH_V=padded(dim_v))
 
 
@@ -172,23 +167,11 @@ def bounds_of(visible: Visible, rows: int, keys: int) -> tuple[dict[str, int], d
     return values, {"LEFT": band.left is not None, "RIGHT": band.right is not None}
 
 
-def num_blocks(rows: int, size: int, segments: Segments | None) -> int:
-    """Number of blocks of `size` rows; with segments an upper bound, without synchronizing."""
-    if segments is None:
-        return triton.cdiv(rows, size)
-    return rows // size + segments.cu_q.numel() - 1
-
-
 def table_of(own: Tensor, others: Tensor, size: int, count: int) -> Tensor:
     """Where blocks of segments lie, [count, 4] int32: first row, end of own, begin, end of others.
 
-    No block has rows of two segments. Surplus blocks are empty.
-
-    Args:
-        own: where segments begin in the rows that are split into blocks, int32 [n + 1].
-        others: where they begin among the others.
-        size: rows of a block.
-        count: number of blocks, at least as many as needed.
+    No block has rows of two segments. Surplus blocks are empty. `own` and `others`, int32 [n + 1],
+    are where segments begin; a block has `size` own rows.
     """
     blocks = (own.diff() + (size - 1)) // size
     ends = blocks.cumsum(0)
@@ -315,21 +298,13 @@ class KernelPass(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Sizes of a kernel's blocks.
+    """Sizes of a kernel's blocks."""
 
-    Attributes:
-        rows: query rows of a block.
-        keys: keys of a block.
-        warps: warps of a program.
-        stages: blocks in flight or in use at a time.
-        tma: whether blocks are loaded by TMA (Hopper and later).
-    """
-
-    rows: int
+    rows: int  # query rows
     keys: int
-    warps: int
-    stages: int
-    tma: bool = False
+    warps: int  # of a program
+    stages: int  # blocks in flight or in use at a time
+    tma: bool = False  # whether blocks are loaded by TMA (Hopper and later)
 
     def options(self) -> dict[str, int]:
         """As launch options."""
@@ -339,16 +314,16 @@ class Blocks:
 def places_of(
     visible: Visible, blocks: Blocks, own: int, device: torch.device, of_keys: bool = False
 ) -> tuple[int, Tensor | None, Tensor | None]:
-    """How many blocks `own` rows have, `table_of` segments and `lists_of` parts, if there are some;
+    """How many blocks `own` rows have, `table_of` segments or `lists_of` parts, if there are some;
     `of_keys`: whether own rows are keys."""
     sizes = (blocks.keys, blocks.rows) if of_keys else (blocks.rows, blocks.keys)
-    segments, parts = visible.segments, visible.parts
-    count = num_blocks(own, sizes[0], segments)
-    lists = None if parts is None else lists_of(parts, of_keys, sizes, own, device)
-    if segments is None:
-        return count, None, lists
-    starts = segments.cu_q, segments.cu_k
-    return count, table_of(*(starts[::-1] if of_keys else starts), sizes[0], count), lists
+    if visible.segments is None:
+        parts = visible.parts
+        lists = None if parts is None else lists_of(parts, of_keys, sizes, own, device)
+        return triton.cdiv(own, sizes[0]), None, lists
+    starts = visible.segments.cu_q, visible.segments.cu_k
+    count = own // sizes[0] + starts[0].numel() - 1  # an upper bound, without synchronizing
+    return count, table_of(*(starts[::-1] if of_keys else starts), sizes[0], count), None
 
 
 # For 16-bit inputs: largest head dimension -> forward, key grads, query grads.

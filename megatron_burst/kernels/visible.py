@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)  # tensors cannot be compared by ==
 class Segments:
-    """Packed rows of a batch of one: queries of segment i see keys of segment i alone. A segment
-    may have no queries or no keys."""
+    """Packed rows of a batch of one: queries see keys of their own segment, which may have none."""
 
     cu_q: Tensor  # int32 [segments + 1] on the rows' device: where each segment's queries begin
     cu_k: Tensor  # likewise its keys

@@ -45,11 +45,11 @@ def install(training: bool = True) -> tuple[str, ...]:
     if not any(isinstance(mode, CudaMeansCpu) for mode in _get_current_function_mode_stack()):
         _enter()
     groups = ("cpu", "cpu training") if training else ("cpu",)
-    found = patches.there(row for row in TABLE if row.group in groups)
-    found += patches.rows("helpers") if training else ()
-    for patch in found:
+    rows = patches.there(row for row in TABLE if row.group in groups)
+    rows += patches.rows("helpers") if training else ()
+    for patch in rows:
         patch.apply()
-    return tuple(patch.target for patch in found)
+    return tuple(patch.target for patch in rows)
 
 
 def _enter() -> None:

@@ -31,21 +31,13 @@ _ALIKE = 0.01  # of a step: what is not faster by more is not worth a larger lim
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A step by one rule.
-
-    Attributes:
-        rule: its name.
-        grid: of the step, with the most tokens of a micro-batch that a rank has.
-        cp_sizes: context-parallel sizes of micro-batches.
-        seconds: predicted, gradients and optimizer included, mean of the draws.
-        waiting: share of the ranks' time in which they run no micro-batch, without gradients and
-            optimizer; mean of the draws.
-    """
+    """A step by one rule; figures are means of the draws."""
 
     rule: str
-    grid: BatchGrid
-    cp_sizes: tuple[int, ...]
-    seconds: float
+    grid: BatchGrid  # of the step, with the most tokens of a micro-batch that a rank has
+    cp_sizes: tuple[int, ...]  # of micro-batches
+    seconds: float  # predicted, gradients and optimizer included
+    # share of the ranks' time in which they run no micro-batch, without gradients and optimizer
     waiting: float
 
 
@@ -77,18 +69,18 @@ def typical_packing(lengths: Lengths, packed: int) -> Packing:
     return Packing(Layout.DOCUMENTS, nearest.filling(packed))
 
 
-def compare(job: Job, found: Sequence[Candidate], lengths: Lengths) -> Documents:
+def compare(job: Job, candidates: Sequence[Candidate], lengths: Lengths) -> Documents:
     """Simulate steps of documents drawn from `lengths` by each rule, for the best strategy, which
     is the first and fits, and some others; a sequence is a micro-batch of packed documents.
 
     Raises:
         BurstError: if sequences are too short for costs of micro-batches.
     """
-    best = found[0]
+    best = candidates[0]
     limit, draws, outcomes = _outcomes(job, best, lengths)
     documents = Documents(best.strategy, outcomes, limit, draws[0], lengths.share_above(job.seq))
     layouts: dict[str, Candidate] = {}
-    for one in found:
+    for one in candidates:
         layouts.setdefault(one.strategy.layout, one)
     for other in [one for one in layouts.values() if one.fits][1 : 1 + _LAYOUTS]:
         with suppress(BurstError):
@@ -122,11 +114,11 @@ def _outcomes(
         return Outcome(rule, grid, some, update + seconds, waiting)
 
     ours = (BALANCED, CHANGING) if len(sizes) > 1 else (BALANCED,)
-    found = [outcome(rule, grid) for rule in (SEQUENTIAL, BEST_FIT, *ours)]
+    outcomes = [outcome(rule, grid) for rule in (SEQUENTIAL, BEST_FIT, *ours)]
     more = sorted({min(int(packed * share), limit) for share in _MORE} - {packed})
     if wider := [replace(grid, token_limit=tokens) for tokens in more]:
-        found += [_simplest([outcome(rule, one) for one in wider]) for rule in ours]
-    return limit, draws, tuple(found)
+        outcomes += [_simplest([outcome(rule, one) for one in wider]) for rule in ours]
+    return limit, draws, tuple(outcomes)
 
 
 def _sharing_experts(strategy: Strategy) -> int:
@@ -175,8 +167,7 @@ def _sizes_that_fit(job: Job, strategy: Strategy, grid: BatchGrid) -> tuple[int,
 
 
 def _token_limit(job: Job, strategy: Strategy, sizes: Sequence[int]) -> int:
-    """Tokens of a micro-batch that a rank has memory for, at each of these context-parallel sizes;
-    no more than are in its step."""
+    """Tokens of a micro-batch that fit a rank at each of these sizes; at most those of its step."""
     step, packed = 2 * strategy.tp, job.seq // strategy.cp
     low, high = packed // step, packed * (job.batch // strategy.dp) // step + 1
     while low + 1 < high:

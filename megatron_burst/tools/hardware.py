@@ -129,8 +129,7 @@ class Hardware:
     gpu: Gpu
     node: Node
     links: Links
-    # attention kernels, the one that `auto` takes first
-    kernels: Annotated[tuple[KernelSpeed, ...], Limits(1)]
+    kernels: Annotated[tuple[KernelSpeed, ...], Limits(1)]  # of attention, `auto`'s first one
     # where figures come from, by dotted name, e.g. "gpu.memory_gib"
     sources: Mapping[str, LongText] = field(default_factory=dict)
 
@@ -150,20 +149,20 @@ class Hardware:
         Raises:
             KeyError: if there is no such backend.
         """
-        asked = backend.split(",")
-        names = [k.backend for k in self.kernels if backend == "auto" or k.backend in asked]
+        requested = backend.split(",")
+        names = [k.backend for k in self.kernels if backend == "auto" or k.backend in requested]
         if not names:
             raise KeyError(backend)
-        found = self._nearest(names[0], head_dim)
+        kernel = self._nearest(names[0], head_dim)
         first = self.kernels[0].backend
-        here, there = (self._nearest(first, dim) for dim in (head_dim, found.head_dim))
-        if here.head_dim == there.head_dim or there.head_dim != found.head_dim:
-            return found
+        here, there = (self._nearest(first, dim) for dim in (head_dim, kernel.head_dim))
+        if here.head_dim == there.head_dim or there.head_dim != kernel.head_dim:
+            return kernel
         forward = here.forward.points[-1][1] / there.forward.points[-1][1]
         backward = here.backward.points[-1][1] / there.backward.points[-1][1]
         return replace(
-            found, head_dim=here.head_dim, forward=found.forward.times(forward),
-            backward=found.backward.times(backward),
+            kernel, head_dim=here.head_dim, forward=kernel.forward.times(forward),
+            backward=kernel.backward.times(backward),
         )  # fmt: skip
 
     def _nearest(self, backend: str, head_dim: float) -> KernelSpeed:

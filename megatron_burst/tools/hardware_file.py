@@ -88,8 +88,8 @@ def parse_hardware(text: str, name: str) -> Hardware:
     table = reader.toml(text)
     if isinstance(table.get("gpu"), str):  # calibrate names the GPU, presets describe it
         return _measured(reader.typed(Calibration, table), name)
-    found: Hardware = reader.typed(Hardware, table)
-    return found
+    result: Hardware = reader.typed(Hardware, table)
+    return result
 
 
 def _reader(name: str) -> Reader:
@@ -97,29 +97,29 @@ def _reader(name: str) -> Reader:
     return Reader("hardware", name, why, "correct the file", most=64 << 10)
 
 
-def _measured(found: Calibration, name: str) -> Hardware:
+def _measured(calibration: Calibration, name: str) -> Hardware:
     """The preset of the measured GPU, with measured figures in place of its own.
 
     Speeds of kernels are those of the longest sequence: shorter calls never reach the power limit
     that training runs at.
     """
-    base = preset_of(found.gpu, name)
+    base = preset_of(calibration.gpu, name)
     links = {}
     for kind, ours in _LINKS.items():
-        if rows := [row for row in found.links if row.kind == kind]:
+        if rows := [row for row in calibration.links if row.kind == kind]:
             # ranks that shared a network card while all sent
             ranks = max(1.0, base.node.gpus / base.node.nics) if kind == "inter" else 1.0
             links[ours] = _link(rows, ranks)
-    copies = [row.gb_per_s for row in found.links if row.kind == "host"]
+    copies = [row.gb_per_s for row in calibration.links if row.kind == "host"]
     gpu = replace(
-        base.gpu, memory_gib=found.memory_gib, matmul_tflops=found.matmul_tflops,
+        base.gpu, memory_gib=calibration.memory_gib, matmul_tflops=calibration.matmul_tflops,
         host_gbs=max(copies, default=base.gpu.host_gbs),
     )  # fmt: skip
-    kernels = _kernels(found.kernels, base.kernels)
+    kernels = _kernels(calibration.kernels, base.kernels)
     measured = {(kernel.backend, kernel.head_dim) for kernel in kernels}
     others = [k for k in base.kernels if (k.backend, k.head_dim) not in measured]
     return replace(
-        base, name=found.name, gpu=gpu, links=replace(base.links, **links),
+        base, name=calibration.name, gpu=gpu, links=replace(base.links, **links),
         kernels=(*kernels, *others), sources={**base.sources, "measured": name},
     )  # fmt: skip
 
@@ -147,13 +147,13 @@ def _kernels(rows: Sequence[KernelRow], known: Sequence[KernelSpeed]) -> list[Ke
     for row in sorted(rows, key=lambda row: row.seq):
         speed = Curve(((1.0, row.tflops),))
         longest.setdefault((row.backend, row.head_dim), {})[row.direction] = speed
-    found = []
+    kernels = []
     for key, by in longest.items():
         if len(by) == 2:
             new = KernelSpeed(*key, by["forward"], by["backward"])
             old = before.get(key, new)
-            found.append(replace(old, forward=new.forward, backward=new.backward))
-    return found
+            kernels.append(replace(old, forward=new.forward, backward=new.backward))
+    return kernels
 
 
 def _link(rows: Sequence[LinkRow], ranks: float) -> LinkSpeed:

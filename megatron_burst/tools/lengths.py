@@ -27,8 +27,7 @@ _HEADER = np.dtype([("magic", "V9"), ("version", "<u8"), ("dtype", "u1"),
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """A data set: `counts` documents of `shortest` to `longest` tokens, all in that range as likely
-    as each other."""
+    """A data set: `counts` documents of `shortest` to `longest` tokens, all equally likely."""
 
     shortest: np.ndarray
     longest: np.ndarray
@@ -53,31 +52,23 @@ class Lengths:
     def of_step(self, packed: int, micro_batches: int, multiple: int, seed: int) -> np.ndarray:
         """Tokens of documents that fill so many micro-batches in the order drawn, no document more.
 
-        Args:
-            packed: tokens of a micro-batch; longer documents are cut to it.
-            micro_batches: of all data-parallel ranks.
-            multiple: what documents are padded to; divides `packed`.
-            seed: of the draw.
+        `packed`: tokens of a micro-batch, to which longer documents are cut; `multiple` divides it,
+        and documents are padded to it.
         """
-        rng, found = np.random.default_rng(seed), np.zeros(0, dtype=np.int64)
+        rng, tokens = np.random.default_rng(seed), np.zeros(0, dtype=np.int64)
         middles = np.minimum((self.shortest + self.longest) / 2, packed)
         mean = float((middles * self.counts).sum()) / self.documents
         while True:
             more = self.drawn(1 + int(1.1 * micro_batches * packed / mean), rng)
             more = -(-np.minimum(more, packed) // multiple) * multiple
-            found = np.concatenate((found, more))
-            starts = starts_in_order(found, packed, micro_batches)
+            tokens = np.concatenate((tokens, more))
+            starts = starts_in_order(tokens, packed, micro_batches)
             if len(starts) > micro_batches:
-                return found[: starts[micro_batches]]
+                return tokens[: starts[micro_batches]]
 
 
 def lengths_in(path: Path) -> Lengths:
-    """Read a file of lengths; its suffix says which kind it is.
-
-    Args:
-        path: .csv, a histogram with the columns shortest, longest and documents, or length and
-            documents; .jsonl, on each line a number, or an object with "length"; .idx, the index of
-            Megatron's data sets.
+    """Read a file of lengths; its suffix says which of the kinds in `_MUST` it is.
 
     Raises:
         BurstError: if it has something else, or no documents.
@@ -87,14 +78,14 @@ def lengths_in(path: Path) -> Lengths:
     if path.suffix not in readers:
         raise reader.refusal(_MUST, f"a name that ends in {path.suffix or 'nothing'}")
     try:
-        found = readers[path.suffix](reader)
+        lengths = readers[path.suffix](reader)
     except (OSError, ValueError, csv.Error) as error:
         if isinstance(error, BurstError):
             raise
         raise reader.refusal(_MUST, error) from None
-    if not found.documents:
+    if not lengths.documents:
         raise reader.refusal(_MUST, "no documents")
-    return found
+    return lengths
 
 
 def _histogram(reader: Reader) -> Lengths:
@@ -124,8 +115,8 @@ def _list(reader: Reader) -> Lengths:
 
 
 def _length(reader: Reader, number: int, line: str) -> int:
-    found = reader.json(line, f"line {number}")
-    length = found.get("length") if isinstance(found, dict) else found
+    data = reader.json(line, f"line {number}")
+    length = data.get("length") if isinstance(data, dict) else data
     if type(length) is not int or not 1 <= length <= _MOST:
         raise ValueError(f"line {number}: {excerpt(line.strip(), 40)}, no length from 1 on")
     return length

@@ -12,6 +12,7 @@ from megatron_burst.tools.plan_options import presets_by_family
 from megatron_burst.tools.terminal import Device, Nodes, check_writable, in_one_sentence, writing
 from megatron_burst.version import __version__
 
+_CALIBRATION = Path("calibration.toml")
 _HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings=_HELP,
@@ -27,23 +28,19 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_VERSION = Option(
+    "--version", help="show the version and exit", callback=_show_version, is_eager=True
+)
+
+
 @app.callback()
-def main(
-    version: Annotated[
-        bool,
-        Option(
-            "--version", help="show the version and exit", callback=_show_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
+def main(version: Annotated[bool, _VERSION] = False) -> None:
     """BurstAttention: context parallelism for Megatron-LM."""
 
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, Option(metavar="FILE", help="TOML file to write")] = Path(
-        "calibration.toml"
-    ),
+    out: Annotated[Path, Option(metavar="FILE", help="TOML file to write")] = _CALIBRATION,
     name: Annotated[
         str | None, Option(metavar="NAME", help="name of the machine; default: its GPU's name")
     ] = None,
@@ -63,9 +60,9 @@ def calibrate(
 
     with in_one_sentence(), started("calibrate", device, nodes) as world:
         world.refuse_together(lambda: check_writable("calibrate", "--out", out))
-        found = measure(world, name, budget_s, world.progress.say)
+        figures = to_toml(measure(world, name, budget_s, world.progress.say))
         if world.rank == 0:
             with writing("calibrate", "--out", out):
-                out.write_text(to_toml(found), encoding="utf-8")
-            typer.echo(to_toml(found), nl=False)
+                out.write_text(figures, encoding="utf-8")
+            typer.echo(figures, nl=False)
             typer.echo(f"written to {out}", err=True)

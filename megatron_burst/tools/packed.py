@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_burst.errors import BurstError
 from megatron_burst.logs import Decision
@@ -53,12 +53,7 @@ class Way:
 
 
 def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layout) -> Way:
-    """How a sample runs on the ranks of a call.
-
-    Args:
-        call: heads, topology and options, with choices open; its tokens are the sample's.
-        given: the documents, without padding.
-        layout: ZIGZAG, where documents start at any token, or DOCUMENTS.
+    """How a sample, `given` without padding, runs on the ranks of a call with open choices.
 
     Raises:
         BurstError: if burst has no mode for it.
@@ -75,16 +70,15 @@ def way_of(call: AttentionCall, given: Sample, hardware: Hardware, layout: Layou
     times = [attention_time(call, hardware, way, ranks=ranks, sample=sample) for way in Direction]
     return Way(
         sample, sample.tokens - given.tokens, call, resolve(opened)[1]["intra"],
-        tuple(_work(both[0], timer, shape.heads_q) for both in programs),
-        tuple(sum(sum(one.sent_bytes().values()) for one in both) for both in programs),
+        tuple(_work(passes[0], timer, shape.heads_q) for passes in programs),
+        tuple(sum(sum(one.sent_bytes().values()) for one in passes) for passes in programs),
         (times[0].seconds, times[1].seconds),
         sum(time.exposed(link) for time in times for link in Link),
     )  # fmt: skip
 
 
 def _work(program: Program, timer: Timer, heads: int) -> float:
-    """Pairs of a forward pass, in units of all heads: a kernel of few heads counts for its
-    share."""
+    """Pairs of a forward pass; those of a kernel of few heads count for its share of all heads."""
     parts = Parts(program)
     kernels = (parts.tile_of(op) for op in program.ops if isinstance(op, Attend))
     return sum(timer.pairs(tile) * shape.heads_q / heads for tile, shape in kernels)
@@ -99,12 +93,9 @@ def rows_of_rank(way: Way, rank: int) -> Positions:
 
 
 def plan_sample(job: Job, path: Path, sizes: Mapping[str, int]) -> tuple[dict[str, Way], str]:
-    """Print what a sample's attention takes; how it can run, by name, and what it is.
+    """Print what attention of a sample, in a file, takes; how it can run, by name, and what it is.
 
-    Args:
-        job: whose attention; its length and batch are not used.
-        path: of the sample's boundaries or lengths.
-        sizes: that are given; without CP all GPUs that TP leaves.
+    The job's length and batch are not used; without a size of CP it has all GPUs that TP leaves.
 
     Raises:
         BurstError: if the file has no documents, or the sizes fit no job.
@@ -112,8 +103,8 @@ def plan_sample(job: Job, path: Path, sizes: Mapping[str, int]) -> tuple[dict[st
     numbers = numbers_in(path)
     sample = Sample.of(numbers)
     ways = _ways(job, sizes, sample)
-    found = {name: way for name, way in ways.items() if isinstance(way, Way)}
-    if not found:
+    working = {name: way for name, way in ways.items() if isinstance(way, Way)}
+    if not working:
         raise BurstError(next(str(way) for way in ways.values()).removeprefix("burst attention: "))
     read = "boundaries" if sample.edges == tuple(numbers) else "lengths"
     title = (
@@ -123,13 +114,13 @@ def plan_sample(job: Job, path: Path, sizes: Mapping[str, int]) -> tuple[dict[st
     console = new_console()
     say(console, f"{title} ({path.name} has {read})")
     say(console, f"it has {sample.share:.1%} of one causal sequence's work; one layer's attention:")
-    console.print(_table(found))
+    console.print(_table(working))
     for name, way in ways.items():
         if isinstance(way, Way) and way.why.reason != "asked for":
             say(console, f'"{name}" runs as {way.why.value}, because {way.why.reason}')
         elif not isinstance(way, Way):
             say(console, f'"{name}": {way}', "refused: ", "yellow")
-    return found, title
+    return working, title
 
 
 def _ways(job: Job, sizes: Mapping[str, int], sample: Sample) -> dict[str, Way | BurstError]:
@@ -151,11 +142,11 @@ def _ways(job: Job, sizes: Mapping[str, int], sample: Sample) -> dict[str, Way |
         "documents at any token": (call, Layout.ZIGZAG),
         "any token, rows stay": (stays, Layout.ZIGZAG),
     }
-    found = {name: _way(*how, sample, job.hardware) for name, how in every.items()}
-    other = found["documents at any token"]
+    ways = {name: _way(*how, sample, job.hardware) for name, how in every.items()}
+    other = ways["documents at any token"]
     if isinstance(other, Way) and other.call.intra != "a2a":
-        del found["any token, rows stay"]
-    return found
+        del ways["any token, rows stay"]
+    return ways
 
 
 def _way(call, layout: Layout, sample: Sample, hardware: Hardware) -> Way | BurstError:
@@ -166,10 +157,7 @@ def _way(call, layout: Layout, sample: Sample, hardware: Hardware) -> Way | Burs
 
 
 def _table(ways: Mapping[str, Way]) -> Table:
-    table = Table()
-    table.add_column("")
-    for name in ways:
-        table.add_column(name, justify="right")
+    table = Table("", *(Column(name, justify="right") for name in ways))
     every = list(ways.values())
     rows = {
         "runs as": [describe_mode(way.call) for way in every],

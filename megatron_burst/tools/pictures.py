@@ -55,12 +55,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
-    """Draw both passes above each other, of many ranks a part of each larger too; the suffix is
-    the format.
-
-    Raises:
-        BurstError: if matplotlib (the extra `plots`) is not installed.
-    """
+    """Draw both passes, of many ranks a part of each larger too; the suffix is the format."""
     call = attention_call(job, strategy)
     sample = job.packing and job.packing.sharded(strategy.cp)
     ranks = range(min(call.topology.cp_size, _MOST_RANKS))
@@ -79,9 +74,7 @@ def save_picture(job: Job, strategy: Strategy, path: Path) -> None:
         for ax in line[1:]:
             _draw_panel(ax, timeline, drawn, call.topology)
             ax.set(
-                title=f"{_PART[1] - _PART[0]:.0%} of it",
-                xlim=(_PART[0] * ms, _PART[1] * ms),
-                yticks=(),
+                title=f"{_PART[1] - _PART[0]:.0%} of it", xlim=[x * ms for x in _PART], yticks=()
             )
         kinds |= {_kind(span) for span in timeline.spans}
     figure.suptitle(_title(job, strategy, describe_mode(call), _shown(ranks, drawn, call.topology)))
@@ -166,11 +159,7 @@ def _kind(span: Span) -> str:
 
 
 def save_sample_picture(ways: Mapping[str, Way], title: str, path: Path) -> None:
-    """Draw ways, by name, beside each other under a title; the suffix is the format.
-
-    Raises:
-        BurstError: if matplotlib (the extra `plots`) is not installed.
-    """
+    """Draw ways, by name, beside each other under a title; the suffix is the format."""
     figure = new_figure(4.1 * len(ways) + 0.4, 6.3)
     axes = figure.subplots(2, len(ways), squeeze=False, height_ratios=(2.6, 1), sharey="row")
     most = max(1.25, *(1.2 * way.imbalance for way in ways.values()))
@@ -200,7 +189,7 @@ def _draw_sample(ax: Any, name: str, way: Way) -> None:
         autolim=False,
     )
     edges = pairwise(way.sample.edges)
-    whole = [_triangle(way, start, stop, start) for start, stop in edges if stop > start]
+    whole = [_triangle(start, stop, start) for start, stop in edges if stop > start]
     ax.add_collection(
         PolyCollection(whole, facecolors="none", edgecolors="0.15", lw=0.5), autolim=False
     )
@@ -225,13 +214,12 @@ def _rows(way: Way, rank: int) -> Sequence[range]:
 
 def _corners(way: Way, rows: range) -> Iterator[Corners]:
     """What queries see, document by document."""
-    for document, some in way.sample.within(
-        (range(rows.start, min(rows.stop, way.sample.tokens)),)
-    ):
-        yield _triangle(way, some.start, some.stop, way.sample.edges[document])
+    present = range(rows.start, min(rows.stop, way.sample.tokens))
+    for document, queries in way.sample.within((present,)):
+        yield _triangle(queries.start, queries.stop, way.sample.edges[document])
 
 
-def _triangle(way: Way, start: int, stop: int, first: int) -> Corners:
+def _triangle(start: int, stop: int, first: int) -> Corners:
     """Queries of a document and their keys up to the diagonal, in K tokens."""
     corners = ((first, start), (start, start), (stop, stop), (first, stop))
     return [(x / 1024, y / 1024) for x, y in corners]

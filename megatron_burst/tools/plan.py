@@ -84,10 +84,7 @@ def plan(
     pp: Annotated[int | None, Sharding(help="pipeline-parallel size")] = None,
     dp: Annotated[int | None, Sharding(help="data-parallel size")] = None,
     ep: Annotated[int | None, Sharding(help="expert-parallel size")] = None,
-    fsdp: Annotated[
-        Fsdp | None,
-        Sharding(min=None, metavar="WHOSE", help=_FSDP),
-    ] = None,
+    fsdp: Annotated[Fsdp | None, Sharding(min=None, metavar="WHOSE", help=_FSDP)] = None,
     recompute: Annotated[
         Literal["none", "selective", "full"] | None,
         Policy(metavar="WHAT", help="none, selective (the feed-forward) or full"),
@@ -124,21 +121,25 @@ def plan(
     with in_one_sentence():
         check_outputs(json, picture, frontier)
         check_files(cu_seqlens, lengths)
-        asked = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
-        asked |= {"keep": keep, "offload": offload, "offload_inputs": offload_inputs, "fsdp": fsdp}
-        asked["keep_budget_gib"] = keep_budget_gib
+        options = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "recompute": recompute}
+        options |= {
+            "keep": keep,
+            "offload": offload,
+            "offload_inputs": offload_inputs,
+            "fsdp": fsdp,
+        }
+        options["keep_budget_gib"] = keep_budget_gib
         in_file = arguments_in(model)
         described = model_of(model)
-        script = read_script(in_file, asked)
-        fixed = given(script, asked)
+        script = read_script(in_file, options)
+        fixed = given(script, options)
         count, machine = whole_number(gpus, "--gpus"), hardware_of(hardware)
         on_node = gpus_per_node or even_share(count, machine.node.gpus)
         length = seq_length or in_file.get("seq_length", "")
         if cu_seqlens and not length:
             of_jobs = {"global_batch_size": global_batch_size, "search": do_search, "json": json}
-            of_jobs["for"] = framework
-            of_jobs["frontier"] = frontier
-            check_sample(asked | of_jobs)
+            of_jobs |= {"for": framework, "frontier": frontier}
+            check_sample(options | of_jobs)
             whose = Job(described, 1, count, on_node, 1, machine)
             sample = plan_sample(whose, cu_seqlens, dict(fixed))
             if picture:
@@ -152,11 +153,11 @@ def plan(
         logits = takes_logits(framework, dict(fixed).get("fsdp", "none"))
         job = Job(described, tokens, count, on_node, batch(count), machine, packing, logits)
         with shown(0, "comparing strategies"):
-            found = search(job, fixed, script.named)
-        missing, shown_job, best = "", job, found
-        if not found[0].fits:
+            candidates = search(job, fixed, script.named)
+        missing, shown_job, best = "", job, candidates
+        if not candidates[0].fits:
             with shown(0, "looking for GPUs that would be enough"):
-                missing, shown_job, best = no_room(job, found, fixed, batch)
+                missing, shown_job, best = no_room(job, candidates, fixed, batch)
         notes = [*script.notes, *layout_note(script, drawn_from)]
         warnings = [*notes, *warnings_of(shown_job, best, fixed, in_file)]
         if logits:
@@ -166,17 +167,19 @@ def plan(
             )
         keeps_none = script.policy.get("keep") == "none" and "burst_keep" not in in_file
         with shown(0, "comparing recomputation, and rules for documents"):
-            more = with_keep(job, found[0]) if keeps_none and found[0].fits else ""
-            documents = compare(job, found, drawn_from) if drawn_from and found[0].fits else None
+            more = with_keep(job, candidates[0]) if keeps_none and candidates[0].fits else ""
+            documents = (
+                compare(job, candidates, drawn_from) if drawn_from and candidates[0].fits else None
+            )
         # before a reader such as head ends the output
         if json:
-            _write(as_json(job, found, script.flags, as_described(documents)), json)
+            _write(as_json(job, candidates, script.flags, as_described(documents)), json)
         if picture:
             with writing("plan", "--picture", picture), shown(0, f"drawing {picture}"):
-                save_picture(job, found[0].strategy, picture)
+                save_picture(job, candidates[0].strategy, picture)
         if frontier:
             with writing("plan", "--frontier", frontier), shown(0, f"drawing {frontier}"):
-                save_frontier(job, found[0].strategy, frontier)
+                save_frontier(job, candidates[0].strategy, frontier)
         outcome = Shown(
             shown_job, best, script, in_file, warnings, missing, do_search, verbose, repeated, more,
             usual_batch=not (global_batch_size or "global_batch_size" in in_file),
@@ -186,7 +189,7 @@ def plan(
             show(outcome)
             if documents:
                 show_documents(documents)
-    if not found[0].fits:
+    if not candidates[0].fits:
         raise Exit(_NOT_RUN)
 
 

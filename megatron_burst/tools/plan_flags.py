@@ -24,7 +24,7 @@ class Shown:
     """What is shown of a search."""
 
     job: Job
-    found: Sequence[Candidate]  # the best first
+    candidates: Sequence[Candidate]  # the best first
     script: Script  # what a file of Megatron's arguments says of the job
     arguments: Mapping[str, Any]  # that it has; {} if the model is not from such a file
     warnings: Sequence[str]  # sentences
@@ -39,7 +39,7 @@ class Shown:
 
 def show_flags(console: Console, shown: Shown) -> None:
     """Flags to copy of a plan that fits: the model's, if no file has them, and the strategy's."""
-    job, best = shown.job, shown.found[0]
+    job, best = shown.job, shown.candidates[0]
     flags = flag_values(job, best.strategy, best.memory.node, shown.script.flags)
     if shown.framework not in (None, MEGATRON):
         words = words_of(shown.framework, job, best.strategy, flags)
@@ -56,11 +56,10 @@ def show_flags(console: Console, shown: Shown) -> None:
             _show_words(console, f"Flags of the model{script}:", as_words(model_flags(job.model)))
         _show_words(console, "Flags of the run:", as_words(flags))
         return
-    there = {flag for flag, value in flags.items() if _is_there(shown.arguments, flag, value)}
-    new = {flag: value for flag, value in flags.items() if flag not in there}
+    old = {flag: x for flag, x in flags.items() if _is_there(shown.arguments, flag, x)}
+    new = {flag: x for flag, x in flags.items() if flag not in old}
     head = "Flags to add or change, started with -m megatron_burst:"
     _show_words(console, head, as_words(new) or ["none"])
-    old = {flag: flags[flag] for flag in flags if flag in there}
     _show_words(console, "Flags that the script has already:", as_words(old) or ["none"])
 
 

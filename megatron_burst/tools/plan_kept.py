@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_burst.tools.hardware import GIB
 from megatron_burst.tools.job.auto import Point, budget_bytes, frontier, rows_of
@@ -18,18 +18,16 @@ _COLUMNS = "layers on GPU", "layers on host", "GiB on GPU", "GiB on host", "ms s
 def show_kept(console: Console, job: Job, strategy: Strategy) -> None:
     """Print what the first pipeline stage keeps, item by item."""
     gib = budget_bytes(job, strategy) / GIB
-    given = strategy.keep_budget_gib is not None
-    source = "given" if given else "that a step without keeping leaves"
+    is_given = strategy.keep_budget_gib is not None
+    source = "given" if is_given else "that a step without keeping leaves"
     say(console, f"--burst-keep auto chooses within {gib:.2f} GiB ({source}):")
     rows = rows_of(job, strategy)
     if not rows:
         say(console, "nothing fits, so everything but a layer's last product is recomputed")
         return
     where = " of the first pipeline stage" if strategy.pp > 1 else ""
-    table = Table(box=None, padding=(0, 3, 0, 0))
-    table.add_column(f"kept in layers{where}")
-    for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = (Column(name, justify="right", no_wrap=True) for name in _COLUMNS)
+    table = Table(f"kept in layers{where}", *numbers, box=None, padding=(0, 3, 0, 0))
     for row in rows:
         sizes = f"{row.device_gib:.2f}", f"{row.host_gib:.2f}", f"{row.saved_ms:.1f}"
         table.add_row(row.name, str(row.device), str(row.host), *sizes)
@@ -37,11 +35,7 @@ def show_kept(console: Console, job: Job, strategy: Strategy) -> None:
 
 
 def save_frontier(job: Job, strategy: Strategy, path: Path) -> None:
-    """Draw a layout's frontier; the suffix is the format.
-
-    Raises:
-        BurstError: if matplotlib (the extra `plots`) is not installed.
-    """
+    """Draw a layout's frontier; the suffix is the format."""
     figure = new_figure(7.5, 5)
     ax, points = figure.subplots(), frontier(job, strategy)
     usable = job.hardware.gpu.usable_bytes / GIB

@@ -21,11 +21,10 @@ NARROW_TIMES, PACKED_TIMES = (1.1, 1.9), 3.7
 
 
 def warnings_of(
-    job: Job, found: Sequence[Candidate], fixed: Fixed, arguments: Arguments
+    job: Job, candidates: Sequence[Candidate], fixed: Fixed, arguments: Arguments
 ) -> list[str]:
-    """What speaks against taking the best of a search as it is, which was given `fixed` and a
-    script's arguments."""
-    best = found[0]
+    """What speaks against the best of a search for `fixed` options and a script's arguments."""
+    best = candidates[0]
     of_job = *_of_nodes(job), *_of_one_rank(best), *_of_model(job), *_of_length(job, fixed)
     of_best = *_of_memory(job, best), *_of_packing(job), *_of_script(job, best, arguments)
     return [*of_job, *of_best]
@@ -159,11 +158,11 @@ def with_keep(job: Job, best: Candidate) -> str:
 
 
 def no_room(
-    job: Job, found: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]
+    job: Job, candidates: Sequence[Candidate], fixed: Fixed, batch: Callable[[int], int]
 ) -> tuple[str, Job, Sequence[Candidate]]:
     """What would be enough for a job of which nothing fits, as a sentence; then the job with that,
     and its strategies. `batch`: sequences of a step of a job with so many GPUs."""
-    lack = loses(found[0], found[0]).partition(";")[0]
+    lack = loses(candidates[0], candidates[0]).partition(";")[0]
     if fixed and (free := search(job))[0].fits:
         options = " ".join(options_of(fixed))
         return f"without {options} it does, as planned below; with them {lack}", job, free
@@ -173,7 +172,7 @@ def no_room(
             enough = f"{more.gpus} GPUs would be enough{chosen}, as planned below"
             return f"{enough}; on {job.gpus} {lack}", more, search(more, some)
     why = f"more GPUs alone do not help: shorten the sequence, or lower the batch; {lack}"
-    return why, job, found
+    return why, job, candidates
 
 
 def mfu_doubt(job: Job, best: Candidate) -> tuple[str, list[str]]:
@@ -194,7 +193,7 @@ def mfu_doubt(job: Job, best: Candidate) -> tuple[str, list[str]]:
 def links_in_words(job: Job) -> str:
     """The speeds of links that a plan assumes."""
     links, share = job.hardware.links, job.hardware.inter_share(job.on_node)
-    said = f"{links.pull.gbs.points[-1][1]:.0f} GB/s over NVLink"
+    words = f"{links.pull.gbs.points[-1][1]:.0f} GB/s over NVLink"
     if job.gpus > job.on_node:
-        said += f", {share * links.inter.gbs.points[-1][1]:.0f} GB/s a GPU between nodes"
-    return said
+        words += f", {share * links.inter.gbs.points[-1][1]:.0f} GB/s a GPU between nodes"
+    return words

@@ -29,10 +29,10 @@ def packing_of(
         return typical_packing(lengths, tokens), ""
     if not cu_seqlens:
         return (Packing(script.layout) if script.layout else None), ""
-    given = Sample.of(numbers_in(cu_seqlens))
-    times, count = -(-tokens // given.tokens), len(given.lengths)
-    words = f"{given.tokens:,} tokens in {count} documents, repeated {times:,} times"
-    packing = Packing(script.layout or Layout.DOCUMENTS, given.filling(tokens))
+    sample = Sample.of(numbers_in(cu_seqlens))
+    times, count = -(-tokens // sample.tokens), len(sample.lengths)
+    words = f"{sample.tokens:,} tokens in {count} documents, repeated {times:,} times"
+    packing = Packing(script.layout or Layout.DOCUMENTS, sample.filling(tokens))
     return packing, words if times > 1 else ""
 
 
@@ -54,7 +54,7 @@ def tokens_of(seq: str) -> int:
     return whole_number(seq, "--seq-length")
 
 
-def batch_of(asked: str, tokens: int) -> Callable[[int], int]:
+def batch_of(text: str, tokens: int) -> Callable[[int], int]:
     """Sequences of a step of a job with so many GPUs.
 
     Only DP and PP can have odd factors of the GPUs, such as the 9 of a rack of 72, because CP and
@@ -66,9 +66,9 @@ def batch_of(asked: str, tokens: int) -> Callable[[int], int]:
         odd = gpus // (gpus & -gpus)
         return ceil(sequences / odd) * odd if odd <= 4 * sequences else sequences
 
-    if not asked:
+    if not text:
         return usual
-    sequences = whole_number(asked, "--global-batch-size")
+    sequences = whole_number(text, "--global-batch-size")
     return lambda gpus: sequences
 
 
@@ -79,9 +79,9 @@ def check_files(cu_seqlens: Path | None, lengths: Path | None) -> None:
                       f"{lengths} and {cu_seqlens}", "leave one out")])  # fmt: skip
 
 
-def check_sample(given: dict[str, object]) -> None:
+def check_sample(values: dict[str, object]) -> None:
     """Refuse options that a sample does not have."""
-    options = [f"--{name}" for name, value in given.items() if value and name not in ("tp", "cp")]
+    options = [f"--{name}" for name, value in values.items() if value and name not in ("tp", "cp")]
     require("plan", [(not options, "without --seq-length, --cu-seqlens must only be combined with "
                       "--gpus, --gpus-per-node, --hardware, --tp, --cp and --picture, because the "
                       "plan is then of one layer's attention, not of a job",
@@ -90,17 +90,17 @@ def check_sample(given: dict[str, object]) -> None:
 
 def check_outputs(json: Path | None, picture: Path | None, frontier: Path | None) -> None:
     """Refuse files that could not be written, before anything is computed."""
-    taken = [json]
+    paths = [json]
     for option, path in (("--json", json), ("--picture", picture), ("--frontier", frontier)):
         if path is None or path == STDOUT:
             continue
         check_writable("plan", option, path)
-        if option != "--json" and (path.suffix not in (".png", ".svg", ".pdf") or path in taken):
+        if option != "--json" and (path.suffix not in (".png", ".svg", ".pdf") or path in paths):
             raise BurstError(
                 f"plan: {option} must end in .png, .svg or .pdf and be a file of its own, because "
                 f"the suffix selects the format; got {path}; rename it"
             )
-        taken.append(path)
+        paths.append(path)
 
 
 def presets_by_family() -> str:

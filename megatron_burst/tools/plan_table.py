@@ -37,11 +37,11 @@ def show(shown: Shown) -> None:
     _show_answer(console, shown)
     for note in shown.warnings:
         say(console, note, "warning: ", "yellow")
-    if shown.others and len(shown.found) > 1:
-        _show_others(console, shown.job, shown.found)
+    if shown.others and len(shown.candidates) > 1:
+        _show_others(console, shown.job, shown.candidates)
     else:
-        say(console, _why_best(shown.found))
-    best = shown.found[0].strategy
+        say(console, _why_best(shown.candidates))
+    best = shown.candidates[0].strategy
     say(console, f"{best.layout}, {best.policy}")
     if meant := _meant(best):
         say(console, meant)
@@ -49,13 +49,13 @@ def show(shown: Shown) -> None:
         _show_parts(console, shown)
     if shown.with_keep:
         say(console, shown.with_keep)
-    if shown.found[0].fits:
+    if shown.candidates[0].fits:
         show_flags(console, shown)
 
 
 def _show_answer(console: Console, shown: Shown) -> None:
     """Speed, memory and how far the speed may be off; then of what job."""
-    job, best = shown.job, shown.found[0]
+    job, best = shown.job, shown.candidates[0]
     gib = f"{best.memory.peak / GIB:.1f} of {job.hardware.gpu.usable_bytes / GIB:.1f} GiB"
     sequences = f"{job.batch} sequence{'s' * (job.batch > 1)} of {in_units(job.seq)} tokens"
     sequences += " (the default)" * shown.usual_batch
@@ -79,15 +79,17 @@ def _show_answer(console: Console, shown: Shown) -> None:
         say(console, f"packed documents have {job.share:.1%} of a causal sequence's pairs{again}")
 
 
-def _show_others(console: Console, job: Job, found: Sequence[Candidate]) -> None:
+def _show_others(console: Console, job: Job, candidates: Sequence[Candidate]) -> None:
     """The best of each layout, and other recomputation in the layout of the best."""
-    best, firsts = found[0], {}
-    for one in found:  # the best first
+    best, firsts = candidates[0], {}
+    for one in candidates:  # the best first
         strategy = one.strategy
         own = strategy.layout == best.strategy.layout and one.fits
         firsts.setdefault((strategy.layout, own and (strategy.recompute, strategy.keep)), one)
-    fitting = sum(one.fits for one in found)
-    console.print(f"\n{len(found)} strategies, {fitting} fit in memory; the best of each kind:")
+    fitting = sum(one.fits for one in candidates)
+    console.print(
+        f"\n{len(candidates)} strategies, {fitting} fit in memory; the best of each kind:"
+    )
     sizes = ("tp", "cp", "pp", "dp", *(("ep",) if job.model.experts else ()))
     table, before = Table(box=None, padding=(0, 1, 0, 0)), ""
     words = "recompute", "keep", "on host", "most of it"
@@ -108,14 +110,14 @@ def _show_others(console: Console, job: Job, found: Sequence[Candidate]) -> None
     console.print()
 
 
-def _why_best(found: Sequence[Candidate]) -> str:
+def _why_best(candidates: Sequence[Candidate]) -> str:
     """How the best was chosen, in a line."""
-    best = found[0]
-    if len(found) == 1:
+    best = candidates[0]
+    if len(candidates) == 1:
         return "the only strategy with the given options"
     if not best.fits:
-        return f"of {len(found)} strategies, this one lacks the least:"
-    alike = [one for one in found if one.fits and one.is_tight == best.is_tight]
+        return f"of {len(candidates)} strategies, this one lacks the least:"
+    alike = [one for one in candidates if one.fits and one.is_tight == best.is_tight]
     room = "fit" if best.is_tight else f"leave {1 - ROOMY:.0%} of memory"
     why = f"fastest of {len(alike)} that {room}"
     for other in [one for one in alike if one.strategy.layout != best.strategy.layout][:1]:
@@ -125,7 +127,7 @@ def _why_best(found: Sequence[Candidate]) -> str:
 
 def _show_parts(console: Console, shown: Shown) -> None:
     """Time and memory of the best by part, and its attention."""
-    job, best = shown.job, shown.found[0]
+    job, best = shown.job, shown.candidates[0]
     parts = {("a GPU's memory", "GiB"): _memory_rows(job, best.memory, shown.verbose)}
     if time := best.time:
         unit, many = ("s", 1.0) if time.seconds >= 1 else ("ms", 1e3)
@@ -228,15 +230,15 @@ def _gain(job: Job, strategy: Strategy) -> str:
     """What burst's attention gains over Megatron's own if both recompute alike."""
     if job.model.sinks:
         return "no gain is predicted over Megatron's own ring: it has no attention sinks"
-    found, error = gain(job, strategy), GAIN_ERROR
-    ours, theirs = (f"{x:.2f}" if x >= 1 else digits(x, 3) for x in found.seconds)
+    predicted, error = gain(job, strategy), GAIN_ERROR
+    own, other = (f"{x:.2f}" if x >= 1 else digits(x, 3) for x in predicted.seconds)
     measured = f"9 of 10 measured gains were predicted to within {error:.0%}"
     if strategy.cp * strategy.tp > job.on_node:
         error = GAIN_EXCESS_BETWEEN
         measured = f"on two emulated nodes {error:.0%} too high in the median"
-    none = ", so maybe none" if found.ratio < 1 + error else ""
+    none = ", so maybe none" if predicted.ratio < 1 + error else ""
     return (
-        f"predicted gain over Megatron's fastest mode ({found.mode}): attention{_which(job)} takes "
-        f"{ours} s of a step instead of {theirs}, {found.ratio:.2f} times as fast "
+        f"predicted gain over Megatron's fastest mode ({predicted.mode}): attention{_which(job)} "
+        f"takes {own} s of a step instead of {other}, {predicted.ratio:.2f} times as fast "
         f"({measured}{none})"
     )

@@ -76,8 +76,7 @@ class Mover:
         return partial(shift_once, send, recv, to, source, group)
 
     def puller(self, most_bytes: int) -> Callable[[int], Run] | None:
-        """Makes runs in which each rank reads up to `most_bytes` of the next one's symmetric
-        memory; None if GPUs cannot."""
+        """Makes reads of up to `most_bytes` of the next rank's memory; None if GPUs cannot."""
         made: list[Window] = []
 
         def make() -> None:

@@ -94,8 +94,7 @@ def without_warnings() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Progress:
-    """Progress on standard error: the current activity on a terminal, lines elsewhere, nothing on
-    ranks that do not show it."""
+    """Progress on standard error: the present activity on a terminal, elsewhere lines, if any."""
 
     talks: bool = False  # whether lines are printed
     status: RichStatus | None = field(default=None, repr=False)  # of a terminal

@@ -15,8 +15,8 @@ def whole_number(text: str, option: str, who: str = "plan") -> int:
     Raises:
         BurstError: if it is not a positive whole number, or above 1024G.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text.replace("_", ""))
-    value = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text.replace("_", ""))
+    value = float(match[1]) * _UNITS[match[2].upper()] if match else 0.0
     if not 1 <= value <= _MOST or value != int(value):
         raise BurstError(
             f"{who}: {option} must be a positive whole number up to 1024G, because it is "

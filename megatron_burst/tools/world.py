@@ -82,10 +82,8 @@ class World:
 def started(who: str, device: str | None, nodes: int | None = None) -> Iterator[World]:
     """The world under torchrun, or of one process alone; ends its process groups.
 
-    Args:
-        who: refuses.
-        device: "cuda", "cpu"; None takes GPUs where there are any.
-        nodes: that this machine pretends to be, of contiguous ranks, connected by sockets.
+    Without a device it takes GPUs where there are any. `nodes`: that this machine pretends to be,
+    of contiguous ranks, connected by sockets.
 
     Raises:
         BurstError: if there are no GPUs though asked for, or the nodes do not divide the ranks.
@@ -130,15 +128,15 @@ def _ranks_of_a_node(who: str, size: int, nodes: int) -> int:
 def world_of(device: str) -> World:
     """The world of an initialised default process group; all ranks call it together."""
     control = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    homes = [None] * dist.get_world_size()
-    dist.all_gather_object(homes, (my_location(), platform.node()), group=control)
+    places = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (my_location(), platform.node()), group=control)
     index = torch.cuda.current_device() if device == "cuda" else None
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=torch.device(device, index),
-        nodes=len(set(nvlink_domains([home for home, _ in homes]))),
-        machines=len({machine for _, machine in homes}),
+        nodes=len(set(nvlink_domains([location for location, _ in places]))),
+        machines=len({machine for _, machine in places}),
         control=control,
     )
 
@@ -188,11 +186,7 @@ def attempt(action: Callable[[], object], world: World) -> str | None:
 
 def _reports(world: World, failure: str | None) -> list[str | None]:
     """Every rank's failure, in rank order. Goes through the store, where a rank that never comes
-    can be told.
-
-    Raises:
-        BurstError: if ranks did not come in a rank's own time.
-    """
+    is noticed: in a rank's own time, with a BurstError."""
     store, number = world.control.get_group_store(), next(world.reports)
     keys = {rank: f"report {number} of {rank}" for rank in range(world.size)}
     store.set(keys[world.rank], failure or "")

@@ -25,14 +25,8 @@ def lists_of(
 
     For each block, longest first: its number, where its records begin, its steps without a mask and
     those with one. Then the records: first, stop, and their part, as of `Parts`. One more record
-    may be read.
-
-    Args:
-        parts: of a call.
-        of_keys: whether own rows are keys.
-        sizes: own rows of a block, and others of a step.
-        own: number of own rows.
-        device: where the kernel runs.
+    may be read. `sizes`: own rows of a block, and others of a step; `own`: number of own rows;
+    `of_keys`: whether these are keys.
     """
     key = of_keys, sizes, own
     if key not in parts.kept:
@@ -41,7 +35,8 @@ def lists_of(
 
 
 def _lists(parts: Parts, of_keys: bool, sizes: tuple[int, int], own: int) -> np.ndarray:
-    (size, step), count = sizes, -(-own // sizes[0])
+    size, step = sizes
+    count = -(-own // size)
     table = few_parts(transposed(parts.table) if of_keys else parts.table, size, own)
     block, masked, first, stop, part = records_of(table, sizes, own)
     steps = -(-(stop - first) // step)
@@ -89,11 +84,11 @@ def records_of(table: np.ndarray, sizes: tuple[int, int], own: int) -> tuple[np.
     edge = np.minimum(end, top + high + 1) // step * step
     some = whole & (clear < edge)
     clear, edge = np.where(some, clear, stop), np.where(some, edge, stop)
-    found = [
+    records = [
         (block, np.full(len(block), masked), first, last, part)
         for masked, first, last in ((False, clear, edge), (True, start, clear), (True, edge, stop))
     ]
-    block, masked, first, stop, part = (np.concatenate(x) for x in zip(*found, strict=True))
+    block, masked, first, stop, part = (np.concatenate(x) for x in zip(*records, strict=True))
     there = first < stop
     return block[there], masked[there], first[there], stop[there], part[there]
 
@@ -124,31 +119,30 @@ def _stacked(parts: np.ndarray) -> np.ndarray:
     starts: list[int] = []  # of what is seen at the present row, ascending
     stops: list[int] = []
     since: list[int] = []  # the row from which on it is
-    found: list[tuple[int, ...]] = []
+    rectangles: list[tuple[int, ...]] = []
 
-    def taken(at: int, row: int) -> tuple[int, int]:
-        """End a run."""
+    def end_run(at: int, row: int) -> tuple[int, int]:
         begin, first, last = since.pop(at), starts.pop(at), stops.pop(at)
         if begin < row:
-            found.append((begin, row, first, last, -FAR, FAR))
+            rectangles.append((begin, row, first, last, -FAR, FAR))
         return first, last
 
     for row, begins, first, last in events:
         at = bisect_right(starts, first)
         if begins:
             if at < len(starts) and starts[at] == last:
-                last = taken(at, row)[1]
+                last = end_run(at, row)[1]
             if at and stops[at - 1] == first:
                 at -= 1
-                first = taken(at, row)[0]
+                first = end_run(at, row)[0]
             pieces = [(first, last)]
         else:
             at -= 1
-            whole = taken(at, row)
+            whole = end_run(at, row)
             pieces = [(whole[0], first), (last, whole[1])]
         for piece in reversed(pieces):
             if piece[0] < piece[1]:
                 starts.insert(at, piece[0])
                 stops.insert(at, piece[1])
                 since.insert(at, row)
-    return trimmed(np.array(found, dtype=np.int64).reshape(-1, 6))
+    return trimmed(np.array(rectangles, dtype=np.int64).reshape(-1, 6))

@@ -34,25 +34,18 @@ class Lists(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockSparse:
-    """The blocks of a tile, on the device.
+    """The blocks of a tile, on the device."""
 
-    Attributes:
-        some: bool [blocks of rows, blocks of keys]: seen in part.
-        whole: the same of those seen whole.
-        places: int32 [1 + blocks]: the number of blocks of keys; then for each block of rows, for
-            each of keys, where its `bits` begin.
-        bits: int32, 128 rows of 4 for each block seen in part: bit j of word i of a row says
-            whether it sees key 32 i + j.
-        most_of_rows: at most how many a block of rows sees, in part and whole.
-        most_of_keys: the same for a block of keys.
-    """
-
-    some: Tensor
-    whole: Tensor
+    some: Tensor  # bool [blocks of rows, blocks of keys]: seen in part
+    whole: Tensor  # the same of those seen whole
+    # int32 [1 + blocks]: the number of blocks of keys; then for each block of rows, for each of
+    # keys, where its `bits` begin
     places: Tensor
+    # int32, 128 rows of 4 for each block seen in part: bit j of word i of a row says whether it
+    # sees key 32 i + j
     bits: Tensor
-    most_of_rows: tuple[int, int]
-    most_of_keys: tuple[int, int]
+    most_of_rows: tuple[int, int]  # at most how many a block of rows sees, in part and whole
+    most_of_keys: tuple[int, int]  # the same for a block of keys
 
     @cached_property
     def of_rows(self) -> Lists:
@@ -167,9 +160,9 @@ def _bits_of(edges: Tensor) -> Tensor:
 
 def _lists(some: Tensor, whole: Tensor, most: tuple[int, int]) -> Lists:
     """Of own rows in the first axis."""
-    found: list[Tensor] = []
+    lists: list[Tensor] = []
     for seen, longest in zip((some, whole), most, strict=True):
         order = seen.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
-        found += [seen.sum(1, dtype=torch.int32), order[:, :longest].to(torch.int32)]
+        lists += [seen.sum(1, dtype=torch.int32), order[:, :longest].to(torch.int32)]
     # where there is one of an axis, `contiguous` leaves its stride as it was
-    return Lists(*(x.reshape(-1).view(1, 1, *x.shape) for x in found))
+    return Lists(*(x.reshape(-1).view(1, 1, *x.shape) for x in lists))

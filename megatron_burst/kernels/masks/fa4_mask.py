@@ -17,12 +17,8 @@ def is_seen(
     """Whether a row sees a key: a bit of `BlockSparse.bits`. All heads and samples are alike.
 
     It is called for each element: indices are those of tensors with one axis, because with more the
-    strides are 64 bits wide, for which registers do not suffice.
-
-    Args:
-        batch, head, row, key: int32 of one element.
-        seqlen_info: lengths, not needed.
-        aux_tensors: `BlockSparse.places` and `.bits`.
+    strides are 64 bits wide, for which registers do not suffice. `aux_tensors` are
+    `BlockSparse.places` and `.bits`.
     """
     places, bits = aux_tensors
     at, of = row[0], key[0]

@@ -24,24 +24,19 @@ class Parts:
 
     def seen(self, rows: slice, keys: int, device: torch.device) -> Tensor:
         """bool [rows, keys]: whether some queries see each key."""
-        found = torch.zeros(rows.stop - rows.start, keys, dtype=torch.bool, device=device)
+        visible = torch.zeros(rows.stop - rows.start, keys, dtype=torch.bool, device=device)
         of_rows = (self.table[:, 0] < rows.stop) & (self.table[:, 1] > rows.start)
         for begin, end, first, last, low, high in self.table[of_rows].tolist():
             begin, end = max(begin, rows.start), min(end, rows.stop)
             row = torch.arange(begin, end, device=device).unsqueeze(1)
             ahead = torch.arange(first, last, device=device) - row
-            part = found[begin - rows.start : end - rows.start, first:last]
+            part = visible[begin - rows.start : end - rows.start, first:last]
             part |= (ahead >= low) & (ahead <= high)
-        return found
+        return visible
 
 
 def listed(first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All numbers of ranges, one after the other: of which range each is, and the number.
-
-    Args:
-        first: the first number of each range.
-        counts: how many each has.
-    """
+    """All numbers of ranges, `counts` from `first` on: of which range each is, and the number."""
     index = np.repeat(np.arange(len(counts)), counts)
     return index, np.arange(len(index)) + (first - np.cumsum(counts) + counts)[index]
 
@@ -69,5 +64,5 @@ def is_full(parts: np.ndarray) -> np.ndarray:
 
 def on_device(values: np.ndarray, device: torch.device) -> Tensor:
     """The same numbers on the device, without waiting for it."""
-    found = torch.from_numpy(values)
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -113,8 +113,8 @@ class _Transfers:
         thread, limit_s = Thread(target=self._run, daemon=True), self.meeting.timeout_s
         thread.start()
         thread.join(limit_s)
-        said = self.meeting.gather("transfers", (self.stage, self.error), patience=2.0)
-        ends = {rank: said.get(rank, ("transfers", "it ended")) for rank in self.facts}
+        reports = self.meeting.gather("transfers", (self.stage, self.error), patience=2.0)
+        ends = {rank: reports.get(rank, ("transfers", "it ended")) for rank in self.facts}
         late = {rank: error for rank, (stage, error) in ends.items() if stage}
         if not late:
             return ok("transfers", f"{len(ends)} ranks reach each other along all rings")

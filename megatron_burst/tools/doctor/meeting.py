@@ -79,14 +79,13 @@ class Meeting:
         return {rank: json.loads(self.store.get(key)) for rank, key in there.items()}
 
     def gather(self, topic: str, value: object, patience: float = 1.0) -> dict[int, Any]:
-        """What ranks say under a topic, this rank `value`: the same on all, because rank 0 says who
-        spoke in time."""
+        """What ranks say under a topic, this rank `value`; rank 0 tells all who spoke in time."""
         self.post(topic, value)
         if self.launch.rank == 0:
-            spoke = self.collect(topic, range(self.launch.size), patience)
-            self.post(f"{topic} by", [*spoke])
-        spoke = self.collect(f"{topic} by", [0], patience + 1).get(0, [])  # rank 0 may come last
-        return self.collect(topic, spoke)
+            present = self.collect(topic, range(self.launch.size), patience)
+            self.post(f"{topic} by", [*present])
+        present = self.collect(f"{topic} by", [0], patience + 1).get(0, [])  # rank 0 may come last
+        return self.collect(topic, present)
 
     def part(self, ranks: Iterable[int]) -> None:
         """End together: after rank 0, which keeps the store until these have heard of it."""

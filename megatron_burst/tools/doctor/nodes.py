@@ -33,8 +33,8 @@ def nodes_in(text: str) -> tuple[str, ...]:
 def check_nodes(nodes: Sequence[str], timeout_s: float) -> list[Check]:
     """Ask all nodes at once, each of which answers in time, and judge what they say."""
     with ThreadPoolExecutor(64) as pool:
-        asked = pool.map(lambda node: survey_of(timeout_s, [*_SSH, node]), nodes)
-        answers = dict(zip(nodes, asked, strict=True))
+        replies = pool.map(lambda node: survey_of(timeout_s, [*_SSH, node]), nodes)
+        answers = dict(zip(nodes, replies, strict=True))
     surveys = {node: survey for node, survey in answers.items() if "end" in survey}
     checks = [
         ok("reachable", "it answers", where=node) if node in surveys

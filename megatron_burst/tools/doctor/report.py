@@ -73,11 +73,11 @@ def print_report(checks: Sequence[Check], as_json: bool) -> None:
         return
     heads = {"name": "check", "status": "status", "where": "where", "what": "found",
              "change": "what to change"}  # fmt: skip
-    told = [field for field in heads if any(getattr(check, field) for check in checks)]
-    table = Table(*(Column(heads[field], overflow="fold") for field in told))
+    fields = [field for field in heads if any(getattr(check, field) for check in checks)]
+    table = Table(*(Column(heads[field], overflow="fold") for field in fields))
     for check in sorted(checks, key=lambda check: list(Status).index(check.status)):
         style = {"status": _STYLE[check.status]}
-        table.add_row(*(Text(getattr(check, field), style.get(field, "")) for field in told))
+        table.add_row(*(Text(getattr(check, field), style.get(field, "")) for field in fields))
     new_console().print(table)
     counts = Counter(check.status for check in checks)
     numbers = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])

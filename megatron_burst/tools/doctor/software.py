@@ -18,13 +18,14 @@ _PACKAGES = {"megatron-core": "megatron-core", "te": "transformer-engine", "fa4"
 
 def software() -> dict[str, str]:
     """Versions of what takes part, by name; all nodes of a job should have the same."""
-    found = {"burst": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    versions = {name: version_of(package) for name, package in _PACKAGES.items()}
-    found |= {name: version for name, version in versions.items() if version != "unknown"}
+    packages = {name: version_of(package) for name, package in _PACKAGES.items()}
+    versions = {"burst": __version__, "python": platform.python_version()}
+    versions["torch"] = torch.__version__
+    versions |= {name: version for name, version in packages.items() if version != "unknown"}
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        versions["cuda"] = torch.version.cuda
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 def check_torch(gpus_listed: int) -> Check:
@@ -68,14 +69,14 @@ def check_hook_points() -> Check:
             require_megatron("burst's flags")
         from megatron_burst.mcore import patches
 
-        found = patches.rows()
+        hook_points = patches.rows()
     except BurstError as error:
         what, _, change = str(error).rpartition("; ")
         return fail("hook points", what, change)
     except ImportError as error:
         what = f"Megatron cannot be imported ({error}): burst_attention works, its flags do not"
         return warn("hook points", what, _INSTALL)
-    if broken := [(patch, problem) for patch in found if (problem := patch.misfit())]:
+    if broken := [(patch, problem) for patch in hook_points if (problem := patch.misfit())]:
         what = "; ".join(f"{p.target} ({p.why}): {problem}" for p, problem in broken)
         return fail("hook points", what, _INSTALL)
-    return ok("hook points", f"all {len(found)} Megatron functions are as expected")
+    return ok("hook points", f"all {len(hook_points)} Megatron functions are as expected")

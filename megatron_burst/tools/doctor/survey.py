@@ -42,8 +42,7 @@ class Survey(dict[str, str]):
 
 
 def survey_of(timeout_s: float, reach: Sequence[str] = ()) -> Survey:
-    """The survey of this machine, or of the node that a command reaches; gives up waiting after so
-    many seconds."""
+    """The survey of this machine, or of the node that a command reaches, within `timeout_s`."""
     command = ["sh", "-c", SCRIPT]
     try:
         done = subprocess.run(
@@ -66,8 +65,7 @@ def parse_survey(text: str) -> Survey | None:
 
 
 def gpus_of(survey: Survey) -> list[dict[str, str]]:
-    """The GPUs, by the names of `GPU_FIELDS`; none where nvidia-smi is missing or answers
-    otherwise."""
+    """The GPUs, by the names of `GPU_FIELDS`; none where nvidia-smi lists none."""
     rows = ([cell.strip() for cell in line.split(",")] for line in survey.lines("gpus"))
     whole = (cells for cells in rows if len(cells) == len(GPU_FIELDS) and cells[0].isdigit())
     return [dict(zip(GPU_FIELDS, cells, strict=True)) for cells in whole]

@@ -1,6 +1,5 @@
 """What a run's `--burst-keep auto` will choose, before the run; and all its choices, by budget."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -127,21 +126,17 @@ def rows_of(job: Job, strategy: Strategy) -> tuple[Row, ...]:
     saves = {m.name: rates_of(job).matmul_s(m.flops) for m in module_costs(job, strategy)}
     saves[RESULTS] = Layer(job, strategy).attention
     saves[HALF] = saves[RESULTS] * _half_saves(job, strategy)
-    found = []
+    rows = []
     for item in items_of(job, strategy):
-        layers = item.placed.device + item.placed.host
+        device, host = item.placed.device, item.placed.host
         gib = item.num_bytes * flights / GIB
-        found.append(
-            Row(
-                item.name, item.placed.device, item.placed.host, gib * item.placed.device,
-                gib * item.placed.host, 1e3 * saves[item.name] * layers,
-            )
-        )  # fmt: skip
+        saved_ms = 1e3 * saves[item.name] * (device + host)
+        rows.append(Row(item.name, device, host, gib * device, gib * host, saved_ms))
     if strategy.whole:
         gib = whole_bytes(job, strategy) * flights / GIB * strategy.whole
         seconds = saves[RESULTS] + _rest_seconds(job, strategy)
-        found.append(Row(_ALL, strategy.whole, 0, gib, 0.0, 1e3 * seconds * strategy.whole))
-    return tuple(found)
+        rows.append(Row(_ALL, strategy.whole, 0, gib, 0.0, 1e3 * seconds * strategy.whole))
+    return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +157,16 @@ def frontier(job: Job, strategy: Strategy) -> tuple[Point, ...]:
         keep_budget_gib=None,
     )  # fmt: skip
     none = replace(full, recompute="none", offload_inputs=False)
-    found = [_point(job, full, "full recomputation")]
-    for budget in _budgets(job, full):
+    points = [_point(job, full, "full recomputation")]
+    layers = again_layers(job.model, full) * in_flight(full.pp, 0)
+    everything_gib = layers * whole_bytes(job, full) / GIB
+    for step in range(_STEPS + 1):
+        budget = everything_gib * (step / _STEPS) ** 2
         one = placed_by_auto(job, replace(full, keep="auto", keep_budget_gib=budget))
         point = _point(job, one, "--burst-keep auto")
-        if point.seconds < _FASTER * found[-1].seconds:
-            found.append(point)
-    return (*found, _point(job, none, "nothing recomputed"))
-
-
-def _budgets(job: Job, strategy: Strategy) -> Iterator[float]:
-    """From nothing to everything in all layers, in GiB."""
-    layers = again_layers(job.model, strategy) * in_flight(strategy.pp, 0)
-    each = whole_bytes(job, strategy)
-    return (layers * each / GIB * (step / _STEPS) ** 2 for step in range(_STEPS + 1))
+        if point.seconds < _FASTER * points[-1].seconds:
+            points.append(point)
+    return (*points, _point(job, none, "nothing recomputed"))
 
 
 def _point(job: Job, strategy: Strategy, name: str) -> Point:

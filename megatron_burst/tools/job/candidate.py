@@ -100,8 +100,7 @@ def loses(one: Candidate, best: Candidate) -> str:
 
 
 def slower_part(one: Candidate, best: Candidate) -> tuple[str, str]:
-    """How much slower a candidate is than the best, and the part that takes most of that; or why it
-    is not compared."""
+    """How much slower than the best, and which part takes most of it; or "" and what it lacks."""
     if not one.time or not best.time:
         return "", loses(one, best).partition(";")[0]
     slower = f"{one.time.seconds / best.time.seconds - 1:.1%}"
@@ -112,7 +111,7 @@ def slower_part(one: Candidate, best: Candidate) -> tuple[str, str]:
 
 def _most_of_it(one: StepTime, best: StepTime) -> tuple[str, float]:
     """The part that takes most longer, and by how many seconds."""
-    theirs, ours = dict(one.parts), dict(best.parts)
-    extra = {part: theirs[part] - ours.get(part, 0.0) for part in theirs}
+    seconds, best_seconds = dict(one.parts), dict(best.parts)
+    extra = {part: seconds[part] - best_seconds.get(part, 0.0) for part in seconds}
     part = max(extra, key=extra.__getitem__)
     return part, extra[part]

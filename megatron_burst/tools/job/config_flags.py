@@ -47,13 +47,12 @@ def table(name: str) -> dict[str, Any]:
 
 
 def _types(tables: Mapping[str, dict[str, Any]]) -> dict[str, Type]:
-    full = {kind: tables.get(has.get("like", ""), {}) | has for kind, has in tables.items()}
-    given = {kind: {**has, "name": has.get("class", "")} for kind, has in full.items()}
-    beside = ("class", "like")
-    return {
-        kind: Type(**{key: value for key, value in has.items() if key not in beside})
-        for kind, has in given.items()
-    }
+    types = {}
+    for kind, own in tables.items():
+        fields = tables.get(own.get("like", ""), {}) | own
+        fields.pop("like", None)
+        types[kind] = Type(fields.pop("class", ""), **fields)
+    return types
 
 
 _FAMILIES = table("families")
@@ -131,26 +130,27 @@ def _no_rope(config: Config) -> int | str:
 
 def _rotary(config: Config, kind: Type) -> tuple[Flags, list[str]]:
     """Flags of rotary embeddings, and what none says; transformers 5 has `rope_parameters`."""
-    said: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    entries: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
     for key in ("rope_scaling", "rope_parameters"):
         more = config.get(key) or {}
         if not isinstance(more, Mapping):
             return {}, [key]
-        said |= more
-    part = said.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1))
-    base, scaling = said.pop("rope_theta"), said.pop("type", None)
-    scaling = said.pop("rope_type", scaling) or "default"
-    if "mrope_section" in said and scaling == "default":
+        entries |= more
+    part = entries.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1))
+    base, scaling = entries.pop("rope_theta"), entries.pop("type", None)
+    scaling = entries.pop("rope_type", scaling) or "default"
+    if "mrope_section" in entries and scaling == "default":
         scaling = "mrope"  # positions of images
     if not isinstance(base, int | float) or base % 1:
         return {}, ["no rope_theta that is a whole number"]
-    if not all(_is_plain(key, value) for key, value in said.items()):
+    if not all(_is_plain(key, value) for key, value in entries.items()):
         scaled = None
     elif scaling == "mrope":
-        scaled = _sections(said) if "mrope_section" in kind.reads else None
+        scaled = _sections(entries) if "mrope_section" in kind.reads else None
+    elif "kv_lora_rank" in config:
+        scaled = _scaled_latent(scaling, entries)
     else:
-        latent = "kv_lora_rank" in config
-        scaled = _scaled_latent(scaling, said) if latent else _scaled(scaling, said)
+        scaled = _scaled(scaling, entries)
     unknown = [f"{excerpt(scaling)} scaling of rotary embeddings"] if scaled is None else []
     flags: Flags = {"--rotary-base": int(base)} | (scaled or {})
     if part != 1 and "partial_rotary_factor" in kind.reads:
@@ -167,30 +167,30 @@ def _is_plain(key: str, value: Any) -> bool:
     return value is None or isinstance(value, int | float)
 
 
-def _sections(said: dict[str, Any]) -> Flags | None:
+def _sections(entries: dict[str, Any]) -> Flags | None:
     """Flags of positions of images, whose three parts Megatron keeps apart: not interleaved."""
-    sections = said.pop("mrope_section", None)
-    if not isinstance(sections, list) or any(said.values()):
+    sections = entries.pop("mrope_section", None)
+    if not isinstance(sections, list) or any(entries.values()):
         return None
     return {"--position-embedding-type": "mrope", "--mrope-section": tuple(map(int, sections))}
 
 
-def _scaled(kind: str, said: dict[str, Any]) -> Flags | None:
+def _scaled(kind: str, entries: dict[str, Any]) -> Flags | None:
     """Flags of a scaling of positions; None where Megatron's would compute another."""
-    factor = said.pop("factor", 1)
+    factor = entries.pop("factor", 1)
     if not isinstance(factor, int | float):
         return None
-    if kind == "default" and not said:
+    if kind == "default" and not entries:
         return {}
-    if kind == "linear" and not said and factor == int(factor):
+    if kind == "linear" and not entries and factor == int(factor):
         return {"--rotary-seq-len-interpolation-factor": int(factor)}
     fixed = {  # in Megatron's code
         "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192,
     }  # fmt: skip
-    if kind == "llama3" and said == fixed:
+    if kind == "llama3" and entries == fixed:
         return {"--use-rope-scaling": True, "--rope-scaling-factor": factor}
-    whole = said.pop("truncate", True)
-    betas = {"beta_fast": 32, "beta_slow": 1} | said
+    whole = entries.pop("truncate", True)
+    betas = {"beta_fast": 32, "beta_slow": 1} | entries
     length = betas.pop("original_max_position_embeddings", None)
     if kind != "yarn" or length is None or betas.keys() != {"beta_fast", "beta_slow"}:
         return None
@@ -202,16 +202,16 @@ def _scaled(kind: str, said: dict[str, Any]) -> Flags | None:
     return flags if whole else flags | {"--no-yarn-correction-range-round-to-int": True}
 
 
-def _scaled_latent(kind: str, said: dict[str, Any]) -> Flags | None:
+def _scaled_latent(kind: str, entries: dict[str, Any]) -> Flags | None:
     """The same of latent attention, whose YaRN has other flags and fixed betas and length."""
-    if kind == "default" and not said:
+    if kind == "default" and not entries:
         return {"--rope-type": "rope", "--no-rope-fusion": True}
-    factor = said.pop("factor", None)
-    scales = {name: said.pop(name) for name in ("mscale", "mscale_all_dim") if said.get(name)}
+    factor = entries.pop("factor", None)
+    scales = {name: entries.pop(name) for name in ("mscale", "mscale_all_dim") if entries.get(name)}
     fixed = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
     # one scale without the other has no effect in transformers; without both it is 1, 0
     one = len(scales) == 1
-    if kind != "yarn" or not isinstance(factor, int | float) or one or fixed | said != fixed:
+    if kind != "yarn" or not isinstance(factor, int | float) or one or fixed | entries != fixed:
         return None
     return {
         "--rotary-scaling-factor": factor, "--mscale": scales.get("mscale", 1),

@@ -53,7 +53,7 @@ def as_words(flags: Mapping[str, object]) -> tuple[str, ...]:
 
 def as_json(
     job: Job,
-    found: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     own: Mapping[str, Any] | None = None,
     documents: Mapping[str, Any] | None = None,
 ) -> str:
@@ -61,7 +61,7 @@ def as_json(
     flags, the job, speeds of its GPUs, seconds of a micro-batch (`megatron_burst.balance`), that
     strategy, steps of drawn `documents`, and other strategies, 50 in all, with what speaks
     against them; what the best keeps; `own`: of `flag_values`."""
-    best = found[0]
+    best = candidates[0]
     costs = costs_of(job, best.strategy)
     described = {
         "version": VERSION,
@@ -78,7 +78,7 @@ def as_json(
         "documents": documents,
         "best": _describe(best, best),
         "kept": [asdict(row) for row in rows_of(job, best.strategy)],
-        "others": [_describe(one, best) for one in found[1:50]],
+        "others": [_describe(one, best) for one in candidates[1:50]],
     }  # fmt: skip
     return json.dumps(described, indent=1) + "\n"
 

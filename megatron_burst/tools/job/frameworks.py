@@ -66,14 +66,14 @@ def words_of(framework: str, job: Job, strategy: Strategy, flags: Values) -> str
 
 def _decisions(job: Job, strategy: Strategy, flags: Values) -> dict[str, Any]:
     """What a plan decides, by its name in the table."""
-    said = {_DECISIONS[flag]: value for flag, value in flags.items() if flag in _DECISIONS}
-    said = {name: value for name, value in said.items() if value is not False}
-    said["rank_tokens"] = job.seq // strategy.cp
-    said["multiple"] = least_multiple(strategy)
-    said["again"] = "granularity" in said
+    decisions = {_DECISIONS[flag]: value for flag, value in flags.items() if flag in _DECISIONS}
+    decisions = {name: value for name, value in decisions.items() if value is not False}
+    decisions["rank_tokens"] = job.seq // strategy.cp
+    decisions["multiple"] = least_multiple(strategy)
+    decisions["again"] = "granularity" in decisions
     if job.packing:
-        said |= {"packed": True, "packed_tokens": job.seq}
-    return said
+        decisions |= {"packed": True, "packed_tokens": job.seq}
+    return decisions
 
 
 def _options(flags: Values) -> str:

@@ -133,14 +133,14 @@ def _letters_of(kinds: Iterable[str] | None) -> str:
 
 def _renamed(config: Config, kind: Type) -> Config:
     """Sizes that a type names otherwise, also in tables inside of its config."""
-    found: dict[str, Any] = {}
-    for ours, theirs in kind.names.items():
+    sizes: dict[str, Any] = {}
+    for name, key in kind.names.items():
         value: Any = config
-        for part in theirs.split("."):
+        for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None:
-            found[ours] = value
-    return found
+            sizes[name] = value
+    return sizes
 
 
 def _experts(config: Config, kind: Type, size: Sizes, layers: int, name: str) -> Experts | None:

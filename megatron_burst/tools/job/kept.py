@@ -34,15 +34,15 @@ def items_of(job: Job, strategy: Strategy) -> tuple[Item, ...]:
         return ()
     costs = {module.name: module for module in module_costs(job, strategy)}
     results = results_bytes(job, strategy)
-    found = [
+    items = [
         Item(name, _SHARES[name] * results if name in _SHARES else costs[name].num_bytes, placed)
         for name, placed in strategy.placed
     ]
     if strategy.keep in ("half", "all"):
         layers = again_layers(job.model, strategy)
         name, placed = placed_results(strategy.keep, layers, strategy.offload)
-        found.insert(0, Item(name, _SHARES[name] * results, placed))
-    return tuple(found)
+        items.insert(0, Item(name, _SHARES[name] * results, placed))
+    return tuple(items)
 
 
 def placed_results(keep: str, layers: int, offload: bool) -> tuple[str, Placed]:
@@ -73,16 +73,15 @@ def module_costs(
     model, tokens = job.model, job.seq // strategy.cp
     shard = tokens / strategy.tp
     norm = 2 * model.hidden * shard
-    found = [_fc1(model, share, tokens, strategy.tp)]
-    for name, inner, width, is_whole in model.attention_products():
-        made = shard if name == "linear_proj" or not is_whole else tokens / strategy.tp
-        num_bytes = 2 * made * width * model.softmax_share
+    costs = [_fc1(model, share, tokens, strategy.tp)]
+    for name, inner, width in model.attention_products():
+        num_bytes = 2 * shard * width * model.softmax_share
         num_bytes += norm * model.softmax_share if name in _WITH_NORM else 0.0
         flops = 2 * shard * inner * width * model.softmax_share
-        found.append(ModuleCost(name, round(num_bytes), round(flops)))
+        costs.append(ModuleCost(name, round(num_bytes), round(flops)))
     if model.experts:
-        found.append(_router(model, model.experts, share * shard))
-    return tuple(found)
+        costs.append(_router(model, model.experts, share * shard))
+    return tuple(costs)
 
 
 def _moe_share(model: Model) -> float:
@@ -105,8 +104,7 @@ def _router(model: Model, experts: Experts, tokens: float) -> ModuleCost:
 
 
 def _feed_width(model: Model, share: float) -> float:
-    """Width of a token's feed-forward, of all its experts together; `share`: of layers with
-    experts."""
+    """Width of a token's feed-forward, all its experts together; `share`: of layers with them."""
     if not model.experts:
         return model.ffn
     active = model.experts.active * model.experts.ffn + model.experts.shared_ffn
@@ -157,9 +155,7 @@ def saved_by(job: Job, strategy: Strategy) -> Saved:
         again, shares.get(RESULTS, 0.0), shares.get(HALF, 0.0),
         flops=sum(flops[name] * share for name, share in outputs.items()),
         norms=sum(in_norm.get(name, 0.0) * share for name, share in outputs.items()),
-        transfers=sum(
-            share for name, share in outputs.items() if name in _TRANSFERRED
-        ),
+        transfers=sum(share for name, share in outputs.items() if name in _TRANSFERRED),
     )  # fmt: skip
 
 

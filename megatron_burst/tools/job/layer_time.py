@@ -36,15 +36,10 @@ class Layer:
         self._full = model.full_layers / model.layers
         self._windows = {d: self._window_seconds(call.shape, d) for d in Direction}
         self._mlp = model.active_feed_params
+        attention = {d: self._full * self._passes[d].seconds + self._windows[d] for d in Direction}
+        self.attention = attention[Direction.FORWARD]  # seconds of its forward
         self.backward = 2 * self._matmul(model.mixer_params + self._mlp) + 2 * self._linear()
-        backward = Direction.BACKWARD
-        self.backward += self._full * self._passes[backward].seconds + self._windows[backward]
-
-    @property
-    def attention(self) -> float:
-        """Seconds of the forward of its attention."""
-        way = Direction.FORWARD
-        return self._full * self._passes[way].seconds + self._windows[way]
+        self.backward += attention[Direction.BACKWARD]
 
     @property
     def forward(self) -> float:
@@ -129,8 +124,7 @@ class Layer:
         return seconds * linear.count / self._job.model.layers
 
     def _tensor_seconds(self) -> float:
-        """One pass: a gather and a scatter of the hidden states (sequence parallelism) for the
-        mixer, and for the feed-forward."""
+        """One pass: the mixer and the feed-forward each gather and scatter the hidden states."""
         tp = self._strategy.tp
         moved = 2 * self._job.model.hidden * self._tokens * (tp - 1) / tp
         return 2 * self._job.model.halves * self._job.hardware.links.intra.seconds(moved)
@@ -147,8 +141,7 @@ class Layer:
 
 
 def layer_seconds(job: Job, strategy: Strategy, call: AttentionCall | None = None) -> float:
-    """Time of an average layer, forward, recomputation and backward, for one sequence; `call`: the
-    attention call, if not burst's."""
+    """Time of an average layer in all passes of a sequence; `call`: attention, if not burst's."""
     layer, layers = Layer(job, strategy, call), job.model.layers
     seconds = sum(layer.parts().values())
     return seconds + host_seconds(job, strategy, (layer.forward, seconds), layers) / layers
@@ -172,12 +165,8 @@ def host_seconds(
 
     All copies are made in order. Those to the host hide behind the layers' forward, which waits if
     they are too many layers behind, then the head and the last layer's backward; a layer's copy
-    back, which starts with the backward of the one behind it, hides behind that.
-
-    Args:
-        seconds: of an average layer: its forward, and all of it.
-        layers: of the stage.
-        head: seconds of the head and its loss, if the stage has them.
+    back, which starts with the backward of the one behind it, hides behind that. `seconds`: of an
+    average layer's forward, and of all of it; `head`: of the stage's head and loss.
     """
     moved, count = host_bytes(job, strategy)
     if not count:

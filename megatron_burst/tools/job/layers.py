@@ -39,11 +39,8 @@ class Windows:
 
     @classmethod
     def of(cls, size: Any, layers: Sequence[object], name: str) -> "Windows | None":
-        """Of a size and which layers have it, as the file `name` says; None if none has.
-
-        Raises:
-            BurstError: if the size is no positive whole number.
-        """
+        """Of a size, a positive whole number, and which layers have it, as the file `name` says;
+        None if none has."""
         keys = positive(size, "sliding_window", name)
         return cls(keys, tuple(map(bool, layers))) if any(layers) else None
 

@@ -84,21 +84,15 @@ def _is_pairs(pattern: str) -> bool:
 
 def _windows(arguments: Arguments, pattern: str, layers: int, name: str) -> Windows | None:
     """The windows, whose sizes leave out the query's own key; a letter of a hybrid is a layer."""
-    asked = arguments.get("window_size")
-    if asked in (None, "None"):
+    size = arguments.get("window_size")
+    if size in (None, "None"):
         return None
-    keys = 1 + positive(str(asked).strip("()[]").partition(",")[0], "--window-size", name)
-    freq = _freq(arguments.get("window_attn_skip_freq"), "--window-attn-skip-freq", name)
+    keys = 1 + positive(str(size).strip("()[]").partition(",")[0], "--window-size", name)
     every = len(pattern) or layers
-    if freq is None:
-        freq = [1] * every
-    if isinstance(freq, int):
-        freq = [number % freq for number in range(1, every + 1)]
-    if len(freq) != every:
-        raise unread(name, "--window-attn-skip-freq", f"{len(freq)} of {every} layers")
+    windowed = _layers_of(arguments, "--window-attn-skip-freq", every, name) or [1] * every
     if pattern:
-        freq = [has and letter in "*+" for has, letter in zip(freq, pattern, strict=True)]
-    return Windows.of(keys, freq[:: letters_of_layer(arguments)], name)
+        windowed = [has and letter in "*+" for has, letter in zip(windowed, pattern, strict=True)]
+    return Windows.of(keys, windowed[:: letters_of_layer(arguments)], name)
 
 
 def _main_pattern(arguments: Arguments) -> tuple[str, list[str]]:
@@ -110,10 +104,7 @@ def _main_pattern(arguments: Arguments) -> tuple[str, list[str]]:
 
 def _pattern(arguments: Arguments, name: str) -> tuple[str, int]:
     """Letters of a hybrid's layers, and its layers of multi-token prediction; "" of other models.
-
-    Raises:
-        BurstError: if the planner has no times for one of them.
-    """
+    Refuses layers that the planner has no times for."""
     main, predicted = _main_pattern(arguments)
     feed = "E" if "E" in main else "-"
     if all({*main} - {*letters} for letters in _LETTERS):
@@ -145,13 +136,10 @@ def _linear(arguments: Arguments, pattern: str, layers: int, name: str) -> Linea
         return of(arguments, kinds, name) if any(kinds) else None
     if variant not in _DELTA_NETS:
         return None
-    freq = _freq(arguments.get("linear_attention_freq"), "--linear-attention-freq", name)
-    if isinstance(freq, int):
-        freq = [number % freq for number in range(1, layers + 1)]
-    if freq is None or len(freq) != layers:
-        got = "none" if freq is None else f"{len(freq)} of {layers} layers"
-        raise unread(name, "--linear-attention-freq", got)
-    return _delta(arguments, tuple(map(bool, freq)), name)
+    is_linear = _layers_of(arguments, "--linear-attention-freq", layers, name)
+    if is_linear is None:
+        raise unread(name, "--linear-attention-freq", "none")
+    return _delta(arguments, tuple(map(bool, is_linear)), name)
 
 
 def _mamba(arguments: Arguments, layers: tuple[bool, ...], name: str) -> Mamba:
@@ -175,7 +163,7 @@ def _delta(arguments: Arguments, layers: tuple[bool, ...], name: str) -> DeltaNe
 
 def _dense_layers(arguments: Arguments, layers: int, name: str) -> int:
     """Layers without experts."""
-    freq = _freq(arguments.get("moe_layer_freq"), "--moe-layer-freq", name)
+    freq = _freq(arguments, "--moe-layer-freq", name)
     if freq is None:
         return 0
     if isinstance(freq, int):
@@ -183,8 +171,19 @@ def _dense_layers(arguments: Arguments, layers: int, name: str) -> int:
     return len(freq) - sum(freq)
 
 
-def _freq(value: Any, option: str, name: str) -> int | list[int] | None:
+def _layers_of(arguments: Arguments, option: str, layers: int, name: str) -> list[int] | None:
+    """Whether each layer has something: all but every n-th, or as a list says."""
+    freq = _freq(arguments, option, name)
+    if isinstance(freq, int):
+        return [number % freq for number in range(1, layers + 1)]
+    if freq is not None and len(freq) != layers:
+        raise unread(name, option, f"{len(freq)} of {layers} layers")
+    return freq
+
+
+def _freq(arguments: Arguments, option: str, name: str) -> int | list[int] | None:
     """An integer, or a list such as ([0]*3+[1]*58), as Megatron reads it."""
+    value = arguments.get(option.removeprefix("--").replace("-", "_"))
     if value in (None, "None"):
         return None
     if "[" not in str(value):
@@ -205,8 +204,8 @@ def _value(node: ast.AST) -> Any:
         case ast.List(elts=items):
             return [_value(item) for item in items]
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            both = _value(left), _value(right)
-            lengths = [len(one) if isinstance(one, list) else one for one in both]
+            operands = _value(left), _value(right)
+            lengths = [len(one) if isinstance(one, list) else one for one in operands]
             if max(_OPERATORS[type(sign)](*lengths), *lengths) <= MOST_LAYERS:
-                return _OPERATORS[type(sign)](*both)
+                return _OPERATORS[type(sign)](*operands)
     raise ValueError(ast.unparse(node))

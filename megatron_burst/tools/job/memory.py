@@ -35,13 +35,11 @@ NAMES = {  # parts of `Memory`, in the order of a plan's table
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on a GPU of the first pipeline stage, which holds most micro-batches; `node`: per
-    node."""
+    """Bytes on a GPU of the first pipeline stage, which holds most micro-batches."""
 
     weights: float  # bf16
     gradients: float  # float32
-    # float32 weights and two moments, sharded over data- and context-parallel ranks
-    optimizer: float
+    optimizer: float  # float32 weights and two moments, sharded over DP x CP ranks
     saved: float  # activations that wait for backward, all layers and micro-batches
     kept: float  # results and modules' outputs, kept for layers whose backward is to come
     # of the layer in backward, at its peak: recomputed activations, gradients, attention's buffers
@@ -118,9 +116,8 @@ def whole_bytes(job: Job, strategy: Strategy) -> float:
     """Bytes that a layer which is not recomputed holds for backward beside its input, of a
     micro-batch; of layers that differ the largest one."""
     alike = _alike(strategy)
-    found = (_layer_bytes(job, replace(alike, recompute=how)) for how in ("none", "full"))
-    every, inputs = found
-    return every.most - inputs.saved
+    inputs = _layer_bytes(job, replace(alike, recompute="full")).saved
+    return _layer_bytes(job, replace(alike, recompute="none")).most - inputs
 
 
 def _alike(strategy: Strategy) -> Strategy:
@@ -169,9 +166,9 @@ def _layer_bytes(job: Job, strategy: Strategy) -> _LayerBytes:
         grads = own + 2 * model.linear.state_bytes * tokens
         mixers.append((model.linear.count, _Mixer(2 * hidden + own, grads)))
     kinds = _kinds(model, mixers, _feed_forwards(model, strategy.tp, tokens))
-    found = [(count, *_saved(job, strategy, mixer, feed)) for count, mixer, feed in kinds if count]
-    saved = sum(count * saved for count, saved, _ in found) / model.layers
-    _, each, working = zip(*found, strict=True)
+    costs = [(count, *_saved(job, strategy, mixer, feed)) for count, mixer, feed in kinds if count]
+    saved = sum(count * saved for count, saved, _ in costs) / model.layers
+    _, each, working = zip(*costs, strict=True)
     return _LayerBytes(saved, max(each), max(working), buffers)
 
 
@@ -220,10 +217,8 @@ class _Mixer:
 class _FeedForward:
     """Bytes of a feed-forward for one sequence."""
 
-    # its input after the norm, the first products' outputs, and the activation's output
-    saved: float
-    # what backward needs in addition at its peak, including the gradient of the layer's output
-    working: float
+    saved: float  # its input after the norm, outputs of the first products and the activation
+    working: float  # what backward needs beside at its peak, the output's gradient included
 
 
 def _feed_forwards(model: Model, tp: int, tokens: float) -> list[tuple[int, _FeedForward]]:

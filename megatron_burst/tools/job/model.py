@@ -24,12 +24,10 @@ class Model:
     dim_v: int  # head dimension of values
     ffn: int  # width of the dense feed-forward
     vocab: int  # classes
-    # whether the feed-forward has a gate (SwiGLU): three matrices instead of two
-    gated: bool = True
+    gated: bool = True  # whether the feed-forward has a gate (SwiGLU), a third matrix
     tied: bool = False  # whether embedding and head share a weight
     experts: Experts | None = None  # of MoE models
-    # of models with latent attention, whose heads are expanded for training
-    latent: Latent | None = None
+    latent: Latent | None = None  # of latent attention, whose heads are expanded for training
     windows: Windows | None = None  # of models with layers of sliding-window attention
     linear: Linear | None = None  # of models with layers of linear attention
     # of models whose layers are either a mixer or a feed-forward: a letter a layer, those of
@@ -77,28 +75,28 @@ class Model:
         """Whether each head of q and k has a norm; of latent attention low ranks have."""
         return dict(self.beside).get("--qk-layernorm") is True and not self.latent
 
-    def attention_products(self) -> Iterator[tuple[str, int, int, bool]]:
-        """Names, inputs, outputs of attention's products; whether TP shards the outputs."""
+    def attention_products(self) -> Iterator[tuple[str, int, int]]:
+        """Names, inputs and outputs of attention's products."""
         heads, hidden = self.heads_q, self.hidden
-        yield "linear_proj", heads * self.dim_v, hidden, False
+        yield "linear_proj", heads * self.dim_v, hidden
         if not self.latent:
             keys = self.heads_kv * (self.dim_qk + self.dim_v)
             queries = heads * self.dim_qk * (2 if self.gated_attention else 1)
-            yield "linear_qkv", hidden, queries + keys, True
+            yield "linear_qkv", hidden, queries + keys
             return
         low, rope = self.latent, self.latent.rope_dim
         if low.q_rank:
-            yield "linear_q_down_proj", hidden, low.q_rank, False
-            yield "linear_q_up_proj", low.q_rank, heads * self.dim_qk, True
+            yield "linear_q_down_proj", hidden, low.q_rank
+            yield "linear_q_up_proj", low.q_rank, heads * self.dim_qk
         else:
-            yield "linear_q_proj", hidden, heads * self.dim_qk, True
-        yield "linear_kv_down_proj", hidden, low.kv_rank + rope, False
-        yield "linear_kv_up_proj", low.kv_rank, heads * (self.dim_qk - rope + self.dim_v), True
+            yield "linear_q_proj", hidden, heads * self.dim_qk
+        yield "linear_kv_down_proj", hidden, low.kv_rank + rope
+        yield "linear_kv_up_proj", low.kv_rank, heads * (self.dim_qk - rope + self.dim_v)
 
     @property
     def attention_params(self) -> int:
         """Weights of a layer's softmax attention."""
-        return sum(inner * width for _, inner, width, _ in self.attention_products())
+        return sum(inner * width for _, inner, width in self.attention_products())
 
     @property
     def mixer_params(self) -> float:
@@ -176,8 +174,7 @@ class Model:
         return self.predicted * 2 // self.halves
 
     def stage_feeds(self, layers: int) -> tuple[float, float]:
-        """Dense feed-forwards and those with experts of a stage with so many layers, of the stage
-        that has most."""
+        """Dense feed-forwards and those with experts, each of the stage that has most of them."""
         if self.pattern:
             share = layers / self.layers
             return self.dense_layers * share, self.moe_layers * share

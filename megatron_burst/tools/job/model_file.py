@@ -60,8 +60,8 @@ def _near(name: str) -> str:
 
 def _family(name: str) -> tuple[str, str]:
     """("qwen", "3") of "qwen3-8b"; a number of weights is no version."""
-    found = re.match(r"([a-z]*)[-_]?v?(\d+(?:\.\d+)?(?![\d.]*b))?", name)
-    return (found[1], found[2] or "") if found else ("", "")
+    match = re.match(r"([a-z]*)[-_]?v?(\d+(?:\.\d+)?(?![\d.]*b))?", name)
+    return (match[1], match[2] or "") if match else ("", "")
 
 
 def _cached_config(name: str) -> Path:
@@ -142,20 +142,22 @@ def megatron_arguments(text: str) -> dict[str, Any]:
 
 def _arguments_in_json(data: Any) -> dict[str, Any] | None:
     """What --burst-dump-args wrote, as words; None if it is anything else."""
-    found = data.get(_DUMPED) if isinstance(data, dict) else None
-    if not isinstance(found, dict):
+    arguments = data.get(_DUMPED) if isinstance(data, dict) else None
+    if not isinstance(arguments, dict):
         return None
     lists = {
-        name: " ".join(map(str, found[name])) for name in _LISTS if type(found.get(name)) is list
+        name: " ".join(map(str, arguments[name]))
+        for name in _LISTS
+        if type(arguments.get(name)) is list
     }
-    given = {name: value for name, value in found.items() if value is not None} | lists
-    return {name: v if isinstance(v, bool) else str(v) for name, v in given.items()}
+    values = {name: value for name, value in arguments.items() if value is not None} | lists
+    return {name: v if isinstance(v, bool) else str(v) for name, v in values.items()}
 
 
 def _config(path: Path) -> dict[str, Any]:
     reader = _reader(path)
-    found: dict[str, Any] = reader.typed(Mapping[str, Any], reader.json())
-    return found
+    config: dict[str, Any] = reader.typed(Mapping[str, Any], reader.json())
+    return config
 
 
 def _reader(path: Path, most: int = _CONFIG) -> Reader:

@@ -19,8 +19,8 @@ def model_flags(model: Model) -> Values:
 
     They are those of another model if it has `unknown` entries.
     """
-    found = {flag: value for flag, of in _FLAGS if (value := of(model))}
-    every: Values = {**found, **_ALWAYS, **dict(model.beside)}
+    flags = {flag: value for flag, of in _FLAGS if (value := of(model))}
+    every: Values = {**flags, **_ALWAYS, **dict(model.beside)}
     return {flag: value for flag, value in every.items() if value is not False}
 
 

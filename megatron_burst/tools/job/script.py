@@ -45,20 +45,19 @@ class Script:
     @property
     def in_words(self) -> str:
         """What was taken, or ""."""
-        said = [f"{name.upper()} {size}" for name, size in self.sizes.items()]
-        said += policy_words(self.policy)
+        words = [f"{name.upper()} {size}" for name, size in self.sizes.items()]
+        words += policy_words(self.policy)
         if self.layout:
             zigzag = self.layout is Layout.ZIGZAG
-            said.append(f"packed samples, {'boundaries anywhere' if zigzag else 'THD'}")
-        return ", ".join(said)
+            words.append(f"packed samples, {'boundaries anywhere' if zigzag else 'THD'}")
+        return ", ".join(words)
 
 
 def arguments_in(model: str) -> Arguments:
-    """What a file of Megatron's arguments has; {} for what is no such file. `model`: as in
-    `model_of`, which raises the same errors."""
+    """What a file of Megatron's arguments has; {} for other models. Raises as `model_of` does."""
     path = Path(model)
-    found = None if preset_name(model) or not os.path.isfile(path) else arguments_of(path)
-    return found or {}
+    arguments = None if preset_name(model) or not os.path.isfile(path) else arguments_of(path)
+    return arguments or {}
 
 
 def read_script(arguments: Arguments, options: Arguments | None = None) -> Script:
@@ -67,21 +66,21 @@ def read_script(arguments: Arguments, options: Arguments | None = None) -> Scrip
     Raises:
         BurstError: if a size is no number, or modules of recomputation cannot be read.
     """
-    asked = {name: value for name, value in (options or {}).items() if value is not None}
+    own = {name: value for name, value in (options or {}).items() if value is not None}
     sizes = {
         name: whole_number(str(arguments[argument]), SIZES[name])
         for argument, name in _OPTIONS.items()
-        if argument in arguments and name not in asked
+        if argument in arguments and name not in own
     }
-    policy = {name: value for name, value in _policy(arguments, asked).items() if name not in asked}
+    policy = {name: value for name, value in _policy(arguments, own).items() if name not in own}
     kinds = [kind for kind, name in FSDP_ARGUMENTS.items() if arguments.get(name)]
-    if kinds and "fsdp" not in asked:
+    if kinds and "fsdp" not in own:
         policy["fsdp"] = kinds[0]
-    flags = _flags(arguments, asked)
-    overruled: tuple[str, ...] = ("burst_keep",) if "keep" in asked else ()
-    overruled += ("recompute_",) if "recompute" in asked and not flags else ()
-    taken = {name: value for name, value in arguments.items() if not name.startswith(overruled)}
-    return Script(sizes, policy, _layout(arguments), flags, tuple(_notes(taken)))
+    flags = _flags(arguments, own)
+    overruled: tuple[str, ...] = ("burst_keep",) if "keep" in own else ()
+    overruled += ("recompute_",) if "recompute" in own and not flags else ()
+    rest = {name: value for name, value in arguments.items() if not name.startswith(overruled)}
+    return Script(sizes, policy, _layout(arguments), flags, tuple(_notes(rest)))
 
 
 def _granularity(arguments: Arguments) -> str:
@@ -91,35 +90,35 @@ def _granularity(arguments: Arguments) -> str:
 
 
 def _modules(arguments: Arguments) -> list[str]:
-    given = arguments.get(_MODULES, "core_attn")
-    names = [] if given is True else str(given).split()
+    text = arguments.get(_MODULES, "core_attn")
+    names = [] if text is True else str(text).split()
     if not all(re.fullmatch("[a-z_]+", name) for name in names):
         raise BurstError(
             "plan: --recompute-modules of the script must be names separated by spaces, because "
-            f"time and memory depend on each module; got {given!r}; write for example "
+            f"time and memory depend on each module; got {text!r}; write for example "
             "--recompute-modules mlp core_attn"
         )
     return names
 
 
-def _policy(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
+def _policy(arguments: Arguments, options: Arguments) -> dict[str, Any]:
     """Fields of a strategy, without those that options make meaningless."""
     own = _granularity(arguments)
-    granularity = asked.get("recompute", own)
+    granularity = options.get("recompute", own)
     if granularity == "full" and (own == "full" or "burst_keep" in arguments):
-        return _full(arguments, asked)
+        return _full(arguments, options)
     if granularity != "selective" or own != "selective":
         return {}
     modules = _modules(arguments)
     feeds = "moe" if arguments.get("num_experts") else "mlp"
     policy: dict[str, Any] = {"recompute": "selective" if feeds in modules else "none"}
     if "core_attn" in modules:
-        keep = asked.get("keep", arguments.get("burst_keep", "none"))
+        keep = options.get("keep", arguments.get("burst_keep", "none"))
         policy["core_attn"] = keep in ("none", "half")
     return policy
 
 
-def _full(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
+def _full(arguments: Arguments, options: Arguments) -> dict[str, Any]:
     keep = arguments.get("burst_keep", "none")
     results, inputs = _OFFLOADS.get(str(arguments.get("burst_keep_offload")), (False, False))
     policy: dict[str, Any] = {"recompute": "full", "offload_inputs": inputs}
@@ -130,10 +129,10 @@ def _full(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
     if keep == "auto":
         policy["keep"] = "auto"
         budget = arguments.get("burst_keep_budget_gib")
-        if budget is not None and asked.get("keep", "auto") == "auto":
+        if budget is not None and options.get("keep", "auto") == "auto":
             policy["keep_budget_gib"] = _gib(str(budget))
         return policy
-    offload = results and asked.get("keep", keep) != "none"
+    offload = results and options.get("keep", keep) != "none"
     return policy | {"keep": keep, "offload": offload}
 
 
@@ -147,24 +146,24 @@ def _gib(text: str) -> float:
         ) from None
 
 
-def _flags(arguments: Arguments, asked: Arguments) -> dict[str, Any]:
-    """Megatron's flags of recomputation as the script has them, if no option says otherwise, and
-    burst's of what is kept."""
-    wanted = {name: value for name, value in asked.items() if name != "recompute"}
+def _flags(arguments: Arguments, options: Arguments) -> dict[str, Any]:
+    """The script's flags of recomputation and of what is kept, if no option says otherwise."""
+    wanted = {name: value for name, value in options.items() if name != "recompute"}
     own = _policy(arguments, wanted).get("recompute")
-    if own is None or asked.get("recompute") not in (None, own) or asked.get("recompute") == "none":
+    requested = options.get("recompute")
+    if own is None or requested not in (None, own) or requested == "none":
         return {}
     selective = _granularity(arguments) == "selective"
     starts: tuple[str, ...] = ("recompute_",)
-    if selective or not asked.keys() & {"keep", "offload", "offload_inputs"}:
+    if selective or not options.keys() & {"keep", "offload", "offload_inputs"}:
         starts += ("burst_keep",)
-    found = {name: value for name, value in arguments.items() if name.startswith(starts)}
-    if found.pop(_MODULES, None) is not None and selective:  # full recomputation has none
-        found[_MODULES] = _modules(arguments)
-    if selective and "keep" in asked:
-        found["burst_keep"] = asked["keep"]
+    flags = {name: value for name, value in arguments.items() if name.startswith(starts)}
+    if flags.pop(_MODULES, None) is not None and selective:  # full recomputation has none
+        flags[_MODULES] = _modules(arguments)
+    if selective and "keep" in options:
+        flags["burst_keep"] = options["keep"]
     return {
-        f"--{name}".replace("_", "-"): value for name, value in found.items() if value is not False
+        f"--{name}".replace("_", "-"): value for name, value in flags.items() if value is not False
     }
 
 
@@ -207,44 +206,44 @@ def _notes(arguments: Arguments) -> Iterator[str]:
         )
 
 
-def given(script: Script, asked: Arguments) -> tuple[tuple[str, Any], ...]:
+def given(script: Script, options: Arguments) -> tuple[tuple[str, Any], ...]:
     """What is given of a strategy: by a script, and by options, which count before it.
 
     Raises:
         BurstError: if options contradict each other, or a script's recomputation.
     """
-    own = {name: value for name, value in asked.items() if value is not None}
-    both = {**script.sizes, **script.policy, **own}
-    if "core_attn" in script.policy and both.get("keep") in ("none", "all"):
-        del both["keep"]  # core_attn says what comes of it
-    _check_policy(both, own)
-    return tuple(sorted(both.items()))
+    own = {name: value for name, value in options.items() if value is not None}
+    fields = {**script.sizes, **script.policy, **own}
+    if "core_attn" in script.policy and fields.get("keep") in ("none", "all"):
+        del fields["keep"]  # core_attn says what comes of it
+    _check_policy(fields, own)
+    return tuple(sorted(fields.items()))
 
 
-def _check_policy(given: Arguments, asked: Arguments) -> None:
+def _check_policy(fields: Arguments, options: Arguments) -> None:
     """Refuse options that contradict each other, or a script's recomputation; what is missing is
     left to the search."""
-    recompute, keep = given.get("recompute", "full"), given.get("keep", "none")
+    recompute, keep = fields.get("recompute", "full"), fields.get("keep", "none")
     needs_full = {
-        "--keep": keep != "none", "--offload": given.get("offload"),
-        "--offload-inputs": given.get("offload_inputs"),
+        "--keep": keep != "none", "--offload": fields.get("offload"),
+        "--offload-inputs": fields.get("offload_inputs"),
     }  # fmt: skip
     option = next((option for option, is_on in needs_full.items() if is_on), "")
-    is_full, offload = not option or recompute == "full", given.get("offload")
+    is_full, offload = not option or recompute == "full", fields.get("offload")
     got = f"--recompute {recompute}"
-    if "recompute" not in asked and not is_full:
-        of = Strategy(recompute=recompute, core_attn=given.get("core_attn", False))
+    if "recompute" not in options and not is_full:
+        of = Strategy(recompute=recompute, core_attn=fields.get("core_attn", False))
         got = f"{of.policy} from the script"
-    none = "--keep none" if "keep" in asked else "keep none from the script"
+    none = "--keep none" if "keep" in options else "keep none from the script"
     needs = [
         (is_full, f"{option} must come with --recompute full, because it concerns the inputs of "
          "recomputed layers", got, f"leave {option} out, or pass --recompute full"),
-        (keep == "auto" or given.get("keep_budget_gib") is None, "--keep-budget-gib must come with "
-         "--keep auto, because only auto has a budget", f"--keep {keep}",
+        (keep == "auto" or fields.get("keep_budget_gib") is None, "--keep-budget-gib must come "
+         "with --keep auto, because only auto has a budget", f"--keep {keep}",
          "pass --keep auto, or leave it out"),
         (not offload or keep != "auto", "--offload must not come with --keep auto, because auto "
          "chooses what goes to host memory", "both", "leave one of them out"),
-        (not offload or given.get("keep") != "none", "--offload must come with --keep half or all, "
-         "because nothing is kept without it", none, "pass --keep all, or leave it out"),
+        (not offload or fields.get("keep") != "none", "--offload must come with --keep half or "
+         "all, because nothing is kept without it", none, "pass --keep all, or leave it out"),
     ]  # fmt: skip
     require("plan", needs)

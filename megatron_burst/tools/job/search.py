@@ -53,17 +53,16 @@ def search(job: Job, fixed: Fixed = (), of_script: Named = ()) -> tuple[Candidat
     Raises:
         BurstError: if nothing divides evenly.
     """
-    found = []
+    candidates = []
     for layout in layouts(job, _given_sizes(fixed)):
-        found += [look_at(job, strategy) for strategy in _policies(job, layout, fixed)]
-    if not found:
+        candidates += [look_at(job, strategy) for strategy in _policies(job, layout, fixed)]
+    if not candidates:
         raise BurstError(_why_nothing(job, fixed, of_script))
-    return tuple(sorted(found, key=rank))
+    return tuple(sorted(candidates, key=rank))
 
 
 def enough_gpus(job: Job, fixed: Fixed, batch: Callable[[int], int]) -> Job | None:
-    """The job on twice as many GPUs, or four times, ..., until something fits; `batch`: of a job
-    with so many GPUs."""
+    """The job on 2, 4, ... times as many GPUs, until something fits; `batch`: of so many GPUs."""
     node = job.gpus_per_node if job.gpus > job.gpus_per_node else job.hardware.node.gpus
     gpus = 2 * job.gpus
     while gpus <= _MOST_GPUS:
@@ -101,15 +100,15 @@ def layouts(job: Job, fixed: dict[str, int]) -> Iterator[Strategy]:
                         yield strategy
 
 
-def _expert_sizes(job: Job, pp: int, given: int | None) -> list[int]:
+def _expert_sizes(job: Job, pp: int, size: int | None) -> list[int]:
     if not job.model.experts:
-        return [given or 1]
+        return [size or 1]
     most = min(job.model.experts.count, job.gpus // pp)
-    return [ep for ep in _divisors(job.model.experts.count, given) if ep <= most]
+    return [ep for ep in _divisors(job.model.experts.count, size) if ep <= most]
 
 
-def _divisors(number: int, given: int | None) -> list[int]:
-    return [given] if given else [n for n in range(1, number + 1) if number % n == 0]
+def _divisors(number: int, size: int | None) -> list[int]:
+    return [size] if size else [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
@@ -120,7 +119,7 @@ def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
     change = f"leave out {options}, or change" if options else "change"
     change += "".join(f" {flag} in the script," for _, flag in of_script if flag)
     change += " --gpus, --seq-length or --global-batch-size"
-    given = ", ".join(f"{name} {value}" for name, value in fixed) or "nothing fixed"
+    values = ", ".join(f"{name} {value}" for name, value in fixed) or "nothing fixed"
     why = size_misfit(job, sizes)
     if not why and {"tp", "cp", "pp", "dp"} <= sizes.keys():
         why = misfit(job, Strategy(**sizes))
@@ -134,7 +133,7 @@ def _why_nothing(job: Job, fixed: Fixed, of_script: Named) -> str:
     return (
         "plan: some TP x CP x PP x DP and policy must fit the job, because Megatron shards "
         f"everything evenly; got {job.gpus} GPUs, {job.model.heads_q}/{job.model.heads_kv} heads, "
-        f"{job.seq} tokens, a batch of {job.batch} and {given}{why and f' ({why})'}; {change}"
+        f"{job.seq} tokens, a batch of {job.batch} and {values}{why and f' ({why})'}; {change}"
     )
 
 
@@ -163,15 +162,15 @@ def length_step(job: Job, sizes: dict[str, int]) -> int:
 def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
     """The strategies of a layout with the policies that are given."""
     sizes = {name: getattr(layout, name) for name in SIZES}
-    asked = {name: value for name, value in fixed if name not in SIZES}
-    again = asked.pop("core_attn", False)  # set by a job, never chosen by the search
-    fsdp = asked.pop("fsdp", "none")  # likewise
-    budget, layers = asked.pop("keep_budget_gib", None), asked.pop("again_layers", None)
-    asks_auto = asked.get("keep") == "auto"
+    fields = {name: value for name, value in fixed if name not in SIZES}
+    again = fields.pop("core_attn", False)  # set by a job, never chosen by the search
+    fsdp = fields.pop("fsdp", "none")  # likewise
+    budget, layers = fields.pop("keep_budget_gib", None), fields.pop("again_layers", None)
+    asks_auto = fields.get("keep") == "auto"
     if asks_auto:  # its copies take the bandwidth
-        asked.setdefault("offload_inputs", False)
+        fields.setdefault("offload_inputs", False)
     # Megatron's checkpoints of MLPs with biases never end their backward
-    never = {"selective"} if job.model.biases and "recompute" not in asked else set()
+    never = {"selective"} if job.model.biases and "recompute" not in fields else set()
     for policy in _POLICIES:
         strategy = replace(
             policy, **sizes, core_attn=again, fsdp=fsdp,
@@ -179,7 +178,7 @@ def _policies(job: Job, layout: Strategy, fixed: Fixed) -> Iterator[Strategy]:
         )  # fmt: skip
         if policy.recompute == "full":
             strategy = replace(strategy, again_layers=layers, keep_budget_gib=budget)
-        wanted = all(getattr(policy, name) == value for name, value in asked.items())
+        wanted = all(getattr(policy, name) == value for name, value in fields.items())
         wanted = wanted and (policy.keep == "auto") == asks_auto
         if wanted and policy.recompute not in never and not misfit(job, strategy):
             yield placed_by_auto(job, strategy)

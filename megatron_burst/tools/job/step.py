@@ -34,8 +34,7 @@ class StepTime:
     """One step."""
 
     seconds: float  # of a step
-    # what they are made of, on the slowest pipeline stage; they add up
-    parts: tuple[tuple[str, float], ...]
+    parts: tuple[tuple[str, float], ...]  # that add up to it, on the slowest pipeline stage
     tokens_per_gpu: float  # tokens a second and GPU
     mfu: float  # model FLOPs (`Model.flops_per_token`) over the peak
 
@@ -108,8 +107,7 @@ def _joined_seconds(job: Job, strategy: Strategy) -> float:
 
 
 def micro_batch_seconds(job: Job, strategy: Strategy, lengths: tuple[int, ...]) -> float:
-    """Seconds of a micro-batch of whole documents, each sharded individually (THD), on the slowest
-    pipeline stage."""
+    """Seconds of a micro-batch of documents sharded individually (THD), on the slowest stage."""
     sample = Sample.of(lengths).padded(least_multiple(strategy))
     packed = replace(job, seq=sample.tokens, packing=Packing(Layout.DOCUMENTS, sample))
     parts, _ = stage_parts(packed, strategy)

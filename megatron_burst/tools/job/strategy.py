@@ -94,10 +94,8 @@ class Strategy:
     keep: Keep = "none"
     offload: bool = False  # whether they are offloaded
     offload_inputs: bool = False  # whether layers' inputs are too
-    # GPU memory that "auto" may take; None: what a step without keeping leaves
-    keep_budget_gib: float | None = None
-    # first layers of a stage that full recomputation recomputes ("block"); None: all
-    again_layers: int | None = None
+    keep_budget_gib: float | None = None  # GPU memory for "auto"; None: what is left without it
+    again_layers: int | None = None  # first ones of a stage that "full" recomputes; None: all
     # in how many of these layers a module's output is kept, by its name in a layer; with "auto"
     # attention's results too (`kept.RESULTS` or `kept.HALF`)
     placed: tuple[tuple[str, Placed], ...] = ()
@@ -108,8 +106,7 @@ class Strategy:
     # whose FSDP shards weights and gradients over data- and context-parallel ranks too (ZeRO-3);
     # given, never chosen by the search
     fsdp: Fsdp = "none"
-    # mode inside a node; the search leaves it to burst
-    intra: Intra = "auto"
+    intra: Intra = "auto"  # mode inside a node; the search leaves it to burst
 
     @property
     def gpus(self) -> int:
@@ -127,9 +124,9 @@ class Strategy:
         """What is recomputed, as text."""
         kept = ("keep", "offload", "offload_inputs")
         names = ("recompute", *(kept if self.recompute == "full" else ("core_attn",)))
-        given = {name: getattr(self, name) for name in names}
-        given |= {"again_layers": self.again_layers, "keep_budget_gib": self.keep_budget_gib}
-        return ", ".join(policy_words(given))
+        fields = {name: getattr(self, name) for name in names}
+        fields |= {"again_layers": self.again_layers, "keep_budget_gib": self.keep_budget_gib}
+        return ", ".join(policy_words(fields))
 
 
 def policy_words(policy: Mapping[str, Any]) -> list[str]:
@@ -211,8 +208,7 @@ def stage_layers(model: Model, strategy: Strategy) -> int:
 
 
 def first_stage_layers(model: Model, strategy: Strategy) -> int:
-    """Layers of the first pipeline stage, those of multi-token prediction among them if it is the
-    last stage too."""
+    """Layers of the first pipeline stage; if it is the last too, with those of prediction."""
     return stage_layers(model, strategy) + (model.predicted_layers if strategy.pp == 1 else 0)
 
 

@@ -23,12 +23,12 @@ def static_bytes(job: Job, strategy: Strategy) -> tuple[float, float, float]:
 def params_of_rank(job: Job, strategy: Strategy) -> tuple[float, float]:
     """Weights of the largest stage on a rank if only TP and EP shard them: dense ones, experts."""
     model, layers = job.model, stage_layers(job.model, strategy)
-    both = 1 if model.tied else 2  # embedding and head; prediction layers need both
+    ends = 1 if model.tied else 2  # embedding and head; prediction layers need both
     if strategy.pp == 1:
-        stages = [(layers, model.predicted, both)]
+        stages = [(layers, model.predicted, ends)]
     else:
         end = model.layers - layers * (strategy.pp - 1)
-        stages = [(layers, 0, 1), (end, model.predicted, both if model.predicted else 1)]
+        stages = [(layers, 0, 1), (end, model.predicted, ends if model.predicted else 1)]
     of_stages = (_stage_params(model, *stage) for stage in stages)
     sharded = [(dense / strategy.tp, experts / strategy.ep) for dense, experts in of_stages]
     return max(sharded, key=sum)

@@ -74,8 +74,7 @@ def _size(program: Program, buffer: Buffer) -> int:
 
 
 def _workspace(tile: Tile, shape: AttentionShape) -> int:
-    """Bytes of a backward kernel's own: lse, delta and dq in float32; with grouped heads dk and
-    dv."""
+    """Bytes of a kernel's own in backward: float32 lse, delta, dq; with grouped heads dk and dv."""
     sums = len(tile.q) * shape.heads_q * (shape.dim_qk + 2)
     if shape.heads_q != shape.heads_kv:
         sums += len(tile.kv) * shape.heads_kv * (shape.dim_qk + shape.dim_v)

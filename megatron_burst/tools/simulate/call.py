@@ -45,8 +45,7 @@ def run_by(call: AttentionCall, backend: str) -> AttentionCall:
 
 
 def on_cudnn(call: AttentionCall, hardware: Hardware) -> AttentionCall:
-    """The call with cuDNN's attention; where its speed is not known, with that of the kernel that
-    the hardware lists first."""
+    """The call with cuDNN's attention, at the first kernel's speed where its own is not known."""
     is_known = any(kernel.backend == "cudnn" for kernel in hardware.kernels)
     return replace(run_by(call, "cudnn"), backend="cudnn" if is_known else "auto")
 
@@ -71,9 +70,9 @@ def resolved(call: AttentionCall) -> AttentionCall:
     Raises:
         BurstError: if what was asked for cannot run.
     """
-    found = resolve(call)[0]
-    assert isinstance(found, AttentionCall)
-    return found
+    result = resolve(call)[0]
+    assert isinstance(result, AttentionCall)
+    return result
 
 
 def program(call: AttentionCall, cp_rank: int, direction: Direction) -> Program:
@@ -88,9 +87,8 @@ def left_bytes(call: AttentionCall) -> int:
         return 0
     shape = call.shape
     rows = round(circulating_share(call) * shape.rows_kv)
-    return (
-        (call.mode_topology.inter_size - 1) * rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
-    )
+    others = call.mode_topology.inter_size - 1
+    return others * rows * (shape.dim_qk + shape.dim_v) * shape.itemsize
 
 
 @lru_cache(maxsize=4096)  # on few nodes many calls are equal
@@ -212,14 +210,12 @@ def _simulated(call: AttentionCall) -> range:
     if topology.cp_size <= 2 or not (nested and even):
         return range(topology.cp_size)
     last = topology.cp_size - 1
-    return (
-        range(0, last + 1, last) if topology.inter_size < _MANY_NODES[0] else range(last, last + 1)
-    )
+    first = 0 if topology.inter_size < _MANY_NODES[0] else last
+    return range(first, last + 1, last)
 
 
 def _inter_share(call: AttentionCall, hardware: Hardware) -> float:
-    """A rank's share of a network card: all ranks of a node send at once, in a flat ring only
-    one."""
+    """A rank's share of a network card: all of a node send at once, in a flat ring only one."""
     topology = call.mode_topology
     flat_ring = topology.spans_nodes and call.intra == "ring"
     together = 1 if flat_ring else max(map(topology.node_of.count, set(topology.node_of)))

@@ -144,10 +144,10 @@ class Parts:
 
     def _first(self, refs: Iterable[Ref]) -> Bytes:
         """Bytes by field; the first of each name."""
-        found: Bytes = {}
+        sizes: Bytes = {}
         for ref in refs:
-            found = self._fields(ref) | found
-        return found
+            sizes = self._fields(ref) | sizes
+        return sizes
 
     def _moved(self, op: Op) -> int:
         """Bytes that an operation without products reads and writes."""
@@ -223,4 +223,4 @@ class OpTimer(Parts):
 
 
 def _sum(names: Iterable[str], *every: Bytes) -> int:
-    return sum(found[name] for name in names for found in every)
+    return sum(sizes[name] for name in names for sizes in every)

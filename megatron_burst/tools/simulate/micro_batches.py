@@ -49,30 +49,29 @@ def step_of(micro_batches: MicroBatches, grid: BatchGrid) -> Step:
     Data-parallel ranks that share experts wait for each other in every micro-batch.
     """
     together = max(1, grid.ep // grid.cp)
-    found: list[Ran] = []
+    runs: list[Ran] = []
     for first in range(0, grid.dp, together):
         some = dict(enumerate(micro_batches[first : first + together], first))
-        found += _in_pipeline(some, grid) if grid.pp > 1 else _in_lanes(some, grid)
+        runs += _in_pipeline(some, grid) if grid.pp > 1 else _in_lanes(some, grid)
     every = [one for rank in micro_batches for slot in rank for one in slot]
     busy = sum(one.seconds * one.cp for one in every)
-    end = max(one.stop for one in found)
-    return Step(tuple(found), max(0.0, 1 - busy / (grid.dp * grid.cp * end)))
+    end = max(one.stop for one in runs)
+    return Step(tuple(runs), max(0.0, 1 - busy / (grid.dp * grid.cp * end)))
 
 
 def in_turn(
     packs: Packs, lengths: Sequence[int] | np.ndarray, grid: BatchGrid, costs: Costs
 ) -> MicroBatches:
-    """Micro-batches of all context-parallel ranks, given to the data-parallel ranks in turn, as
-    Megatron's sampler does."""
+    """Micro-batches of all CP ranks, each to the next DP rank, as Megatron's sampler does."""
     tokens_of = np.asarray(lengths)
-    found: list[list[tuple[MicroBatch, ...]]] = [[] for _ in range(grid.dp)]
+    micro_batches: list[list[tuple[MicroBatch, ...]]] = [[] for _ in range(grid.dp)]
     for number, pack in enumerate(packs):
         some = tokens_of[pack]
         tokens, area = int(some.sum()), int(pairs_of(some).sum())
         seconds = costs.seconds(tokens, area, grid.cp)
         one = MicroBatch(tuple(pack), range(grid.cp), tokens, area, seconds)
-        found[number % grid.dp].append((one,))
-    return found
+        micro_batches[number % grid.dp].append((one,))
+    return micro_batches
 
 
 def _in_lanes(some: dict[int, Sequence[Sequence[MicroBatch]]], grid: BatchGrid) -> Iterator[Ran]:
@@ -110,11 +109,11 @@ def _in_pipeline(some: dict[int, Sequence[Sequence[MicroBatch]]], grid: BatchGri
 
 
 def one_f_one_b(times: Sequence[float], pp: int) -> list[tuple[int, int, Pass, float, float]]:
-    """Stage, micro-batch, pass, start and stop of all that a pipeline runs, whose micro-batches
-    take so many seconds on each stage."""
+    """Stage, micro-batch, pass, start and stop of all that a pipeline runs; `times`: seconds of
+    each micro-batch on a stage."""
     orders = [list(_order(stage, len(times), pp)) for stage in range(pp)]
     ends: dict[tuple[Pass, int, int], float] = {}
-    clocks, at, found = [0.0] * pp, [0] * pp, []
+    clocks, at, runs = [0.0] * pp, [0] * pp, []
     while any(at[stage] < 2 * len(times) for stage in range(pp)):
         for stage in range(pp):
             while at[stage] < 2 * len(times):
@@ -127,9 +126,9 @@ def one_f_one_b(times: Sequence[float], pp: int) -> list[tuple[int, int, Pass, f
                 share = _FORWARD if what == "forward" else 1 - _FORWARD
                 stop = start + times[number] * share
                 clocks[stage] = ends[what, number, stage] = stop
-                found.append((stage, number, what, start, stop))
+                runs.append((stage, number, what, start, stop))
                 at[stage] += 1
-    return found
+    return runs
 
 
 def _order(stage: int, count: int, pp: int) -> Iterable[tuple[Pass, int]]:

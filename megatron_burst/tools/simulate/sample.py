@@ -111,12 +111,12 @@ def _pairs(sample: Sample, queries: Positions, keys: Positions) -> int:
     by_document: dict[int, list[range]] = {}
     for document, some in sample.within(keys):
         by_document.setdefault(document, []).append(some)
-    met = (
+    tiles = (
         tile_between(rows, some, Mask.CAUSAL)
         for document, rows in sample.within(queries)
         for some in by_document.get(document, ())
     )
-    return sum(tile.pairs for tile in met if tile)
+    return sum(tile.pairs for tile in tiles if tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +155,17 @@ def numbers_in(path: Path) -> list[int]:
         if path.suffix == ".npy":
             from numpy import load
 
-            found = load(BytesIO(data), allow_pickle=False).ravel().tolist()
+            values = load(BytesIO(data), allow_pickle=False).ravel().tolist()
         elif path.suffix == ".pt":
             import torch
 
-            found = torch.as_tensor(torch.load(BytesIO(data), weights_only=True)).ravel().tolist()
+            values = torch.as_tensor(torch.load(BytesIO(data), weights_only=True)).ravel().tolist()
         else:
-            found = data.decode().replace(",", " ").split()
-        numbers = [int(number) for number in found]
-        if not all(float(number) == float(one) for number, one in zip(found, numbers, strict=True)):
+            values = data.decode().replace(",", " ").split()
+        numbers = [int(number) for number in values]
+        if not all(
+            float(number) == float(one) for number, one in zip(values, numbers, strict=True)
+        ):
             raise ValueError("a fraction")
     except Exception as error:  # what files and their readers raise has no common type
         raise reader.refusal(must, str(error) or repr(error)) from None

@@ -74,8 +74,7 @@ def join(
     programs: Mapping[int, Program], queues: Mapping[int, Sequence[Task]], hardware: Hardware,
     inter_share: float,
 ) -> None:  # fmt: skip
-    """Match the ends of each transfer: in order between two ranks, and likewise for exchanges that
-    all ranks of a row pull."""
+    """Match the ends of each transfer, in order: of two ranks, or of a row whose ranks all pull."""
     meetings: dict[tuple, list[Task]] = defaultdict(list)
     sending: dict[tuple, Task] = {}
     taking: list[tuple[Task, list[tuple]]] = []
@@ -131,15 +130,15 @@ def _take(
     """The parts of a transfer, by link. A sender is done when its data has arrived."""
     op, rank = task.op, task.rank
     assert isinstance(op, Transfer)
-    come: Counter[Link] = Counter()
+    arrivals: Counter[Link] = Counter()
     for take in op.recvs:
-        come[program.topology.link(take.peer, rank)] += program.num_bytes(take.rows)
+        arrivals[program.topology.link(take.peer, rank)] += program.num_bytes(take.rows)
     passes_on = op.slot is None
-    for link in sorted(come, key=list(Link).index) or [op.link]:
+    for link in sorted(arrivals, key=list(Link).index) or [op.link]:
         pulled = op.pulled and link is Link.INTRA
         out = [(source.rank, link, "out") for source in sources if passes_on]
         ends = [task, *sources] if passes_on else [task]
-        time = seconds(link, pulled, come[link])
+        time = seconds(link, pulled, arrivals[link])
         part = Part(link, time, bool(time) and not pulled, ((rank, link, "in"), *out), ends)
         task.parts.append(part)
         for one in ends:

@@ -75,11 +75,11 @@ def simulate(
     for link, start, stop in _waits(queues[last]):
         waits[link] += stop - start
     spans = tuple(s for tasks in queues.values() for s in _spans(tasks)) if with_spans else ()
-    found = Timeline(queues[last][-1].stop, spans, tuple(waits.items()))
+    timeline = Timeline(queues[last][-1].stop, spans, tuple(waits.items()))
     for tasks in queues.values():
         for task in tasks:  # they reference each other, so nothing else would free them soon
             task.then, task.tells, task.parts, task.cause = [], [], [], None
-    return found
+    return timeline
 
 
 class _World:
@@ -202,13 +202,13 @@ _NAMES = {"Merge": "merge", "Add": "merge", "Fill": "merge"}
 
 def _spans(tasks: Sequence[Task]) -> Iterator[Span]:
     """A rank's spans, and its kernels' waits."""
-    found, rank, rounds = [], tasks[0].rank, Counter[object]()
+    spans, rank, rounds = [], tasks[0].rank, Counter[object]()
     keys = None
     for task in tasks:
         op = task.op
         if isinstance(op, Transfer):
             rounds[op.link, op.cargo] += 1
-            found += [
+            spans += [
                 Span(rank, str(p.link), str(op.cargo), p.start, p.stop, rounds[op.link, op.cargo])
                 for p in task.parts
                 if p.stop > p.start
@@ -216,9 +216,9 @@ def _spans(tasks: Sequence[Task]) -> Iterator[Span]:
         elif isinstance(op, Attend | AttendBackward):
             rounds["keys"] += op.kv.buffer != keys
             keys = op.kv.buffer
-            found.append(Span(rank, "compute", "attention", task.start, task.stop, rounds["keys"]))
+            spans.append(Span(rank, "compute", "attention", task.start, task.stop, rounds["keys"]))
         elif op is not None and op.stream is Stream.COMPUTE and task.stop > task.start:
             what = _NAMES.get(type(op).__name__, "copy")
-            found.append(Span(rank, "compute", what, task.start, task.stop))
-    found += [Span(rank, "compute", f"wait for {link}", a, b) for link, a, b in _waits(tasks)]
-    yield from sorted(found, key=lambda span: span.start)
+            spans.append(Span(rank, "compute", what, task.start, task.stop))
+    spans += [Span(rank, "compute", f"wait for {link}", a, b) for link, a, b in _waits(tasks)]
+    yield from sorted(spans, key=lambda span: span.start)
