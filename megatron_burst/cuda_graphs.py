@@ -9,7 +9,7 @@ compared between ranks, and nothing is checked. So a captured call depends on no
 """
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,14 @@ import torch
 
 from megatron_burst.comm.communicator import Communicator
 from megatron_burst.comm.detector import PassAnnouncer
-from megatron_burst.comm.transport import FlatBuffers, OneQueue, Placement, Queues, SentSlots, Slots
+from megatron_burst.comm.transport import FlatBuffers, OneQueue, Placement, Queues, Slots
 from megatron_burst.engine.executor import Executor
 from megatron_burst.engine.passes import Passes
 from megatron_burst.engine.ranges import METER
 from megatron_burst.engine.run import Run
-from megatron_burst.errors import BurstError, Need, require
+from megatron_burst.errors import Need, require
 from megatron_burst.schedule.program import Program
 from megatron_burst.schedule.spec import Cargo
-from megatron_burst.schedule.topology import Link
 
 _WHO = "burst attention"
 
@@ -82,47 +81,32 @@ class CapturedExecutor(Executor):
         return run
 
 
-@dataclass(frozen=True)
-class CapturedTransport:
-    """The transfers of one captured call; see `Transport`."""
+class CapturedTransport(Communicator):
+    """The transfers of a captured call, over the groups of a communicator."""
 
-    communicator: Communicator
-
-    @property
-    def cp_rank(self) -> int:
-        return self.communicator.cp_rank
-
-    @property
-    def overlaps(self) -> bool:
-        return self.communicator.overlaps
-
-    @property
-    def send(self) -> Any:
-        return self.communicator.send
+    def __init__(self, communicator: Communicator) -> None:
+        vars(self).update(vars(communicator))
 
     def buffers(self, use: Hashable, count: int, nbytes: int, placement: Placement) -> FlatBuffers:
-        """New buffers, which the graph's later calls use again once this one is captured."""
+        """New buffers, whose memory the graph's later calls use again."""
         empty = partial(torch.empty, nbytes, dtype=torch.uint8, device=placement.device)
         return FlatBuffers([empty() for _ in range(count)], placement)
 
-    def queues(self, device: torch.device) -> OneQueue | Queues:
-        """As `Transport.queues`; a graph's calls follow each other already."""
-        return self.communicator.queues(device, follows=False)
+    def queues(self, device: torch.device, follows: bool = False) -> OneQueue | Queues:
+        """As `Transport.queues`; the calls of a graph follow each other already."""
+        return super().queues(device, follows)
 
     def slots(self, cargo: Cargo, count: int, nbytes: int, placement: Placement) -> Slots:
         """Slots of graphs, behind a barrier; or buffers to send from."""
-        pool = self.communicator.pool
-        if pool is None or self.communicator.transfer.value != "pull":
-            memory = self.buffers(cargo, count, nbytes, placement)
-            return SentSlots(memory, count, partial(self.send, Link.INTRA, cargo))
-        slots = pool.slots_of_graphs(cargo, count, nbytes)
-        if slots is None:
-            raise BurstError(
-                f"{_WHO}: memory that other ranks read must be there before a CUDA graph is "
-                "captured, because all ranks allocate it together; got a call that needs "
-                f"{count * nbytes / 2**20:.1f} MiB; run it once, forward and backward, directly "
-                "before the capture"
-            )
+        if self.transfer.value != "pull":
+            return super().slots(cargo, count, nbytes, placement)
+        slots = self.pool.slots_of_graphs(cargo, count, nbytes)
+        require(_WHO, [
+            (slots is not None, "memory that other ranks read must be there before a CUDA graph is "
+             "captured, because all ranks allocate it together",
+             f"a call that needs {count * nbytes / 2**20:.1f} MiB",
+             "run it once, forward and backward, directly before the capture"),
+        ])  # fmt: skip
         return slots
 
     def run(self, program: Program, unit: int, handles: list[Any], waits: Any) -> None:
@@ -130,9 +114,7 @@ class CapturedTransport:
 
     def join(self, queues: OneQueue | Queues) -> None:
         """Make the caller's stream wait for all others, as a capture must end on one stream."""
-        if not isinstance(queues, Queues):
-            return
-        for stream in queues.named.values():
+        for stream in queues.named.values() if isinstance(queues, Queues) else ():
             with torch.cuda.stream(stream):
                 joins = torch.cuda.is_current_stream_capturing()
             if joins:

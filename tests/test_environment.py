@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_burst.recompute.host_bytes import available_host_bytes
+from megatron_burst.environment import available_host_bytes
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_burst.comm.alone import is_first
+from megatron_burst.environment import available_host_bytes
 from megatron_burst.logs import log_message, log_message_once
 from megatron_burst.recompute.auto.budget import LAYERS_BEHIND
-from megatron_burst.recompute.host_bytes import available_host_bytes
 from megatron_burst.recompute.keeping import WHO, Frame, Resident, Tensors, Watch, running
 
 _ALIGNMENT = 256  # bytes; every dtype's width divides it

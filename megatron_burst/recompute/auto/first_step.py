@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer
 
+from megatron_burst.environment import available_host_bytes
 from megatron_burst.logs import log_message
 from megatron_burst.recompute.auto.budget import MOST_USED, growth
 from megatron_burst.recompute.auto.graph import graph_bytes, storages
-from megatron_burst.recompute.host_bytes import available_host_bytes
 from megatron_burst.recompute.keeping import WHO, RunningFrame
 
 _COPIED = 1 << 26  # bytes, to measure the bandwidth
