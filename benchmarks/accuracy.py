@@ -139,9 +139,9 @@ def real(peer_class, text, tensors, truth, world):
 
 def rows_of(impl, mode, ranks, is_simulated, tensors, errors):
     """A row for each tensor."""
-    heads, seq = (tensors[0].shape[2], tensors[1].shape[2]), tensors[0].shape[1]
+    _, seq, heads_q, _ = tensors[0].shape
     same = {"impl": impl, "mode": mode, "ranks": ranks, "simulated": is_simulated, "seq": seq}
-    same |= dict(zip(("heads_q", "heads_kv"), heads, strict=True))
+    same |= {"heads_q": heads_q, "heads_kv": tensors[1].shape[2]}
     return [
         AccuracyRow(**same, tensor=name, error=error)
         for name, error in zip(TENSORS, errors, strict=True)
@@ -191,7 +191,7 @@ def measure_nodes(path, seq):
 def curves(paths):
     """Errors as shares of one rank's in the same file: by (heads, tensor), label, and number of
     ranks; simulated ranks of the last file alone, real ones of all. The newest of equal rows."""
-    found = {}
+    lines = {}
     for path in paths:
         rows, where = read([path], ACCURACY_CSV), path.stem.rpartition("_")[2]
         first = (r for r in rows if r.ranks == 1 and r.simulated)
@@ -200,8 +200,8 @@ def curves(paths):
         for r in drawn:
             what = r.heads_q, r.heads_kv, r.tensor
             label = f"{r.impl} {r.mode}, {'simulated' if r.simulated else where}"
-            found.setdefault(what, {}).setdefault(label, {})[r.ranks] = r.error / alone[what]
-    return found
+            lines.setdefault(what, {}).setdefault(label, {})[r.ranks] = r.error / alone[what]
+    return lines
 
 
 def plot(paths, path, title):
@@ -210,17 +210,14 @@ def plot(paths, path, title):
     labels = sorted({label for errors in lines.values() for label in errors})
     with picture(path, 13, 6.2) as figure:
         axes = figure.subplots(len(HEADS), len(TENSORS), sharex=True, sharey=True)
-        for (panels, heads), (place, tensor) in product(
-            zip(axes, HEADS, strict=True), enumerate(TENSORS)
-        ):
-            axis = panels[place]
-            draw_errors(axis, lines[*heads, tensor], labels)
-            axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log")
-            axis.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
-            axis.minorticks_off()
-            axis.grid(alpha=0.3)
-        for panels in axes:
+        for panels, heads in zip(axes, HEADS, strict=True):
             panels[0].set_ylabel("error / that of one rank")
+            for axis, tensor in zip(panels, TENSORS, strict=True):
+                draw_errors(axis, lines[*heads, tensor], labels)
+                axis.set(title=f"{tensor}, heads {heads[0]}/{heads[1]}", xscale="log")
+                axis.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
+                axis.minorticks_off()
+                axis.grid(alpha=0.3)
         for axis in axes[-1]:
             axis.set_xlabel("ranks")
         legend_below(figure, columns=4)

@@ -26,9 +26,7 @@ from megatron_burst.tools.world import World, started
 
 _WHO = "benchmarks.attention"
 app = App()
-FewReps = Annotated[
-    int | None, Option(min=1, help="default: 10, or 3 of what takes over 0.5 s")
-]  # fmt: skip
+FewReps = Annotated[int | None, Option(min=1, help="default: 10, or 3 of what takes over 0.5 s")]
 
 
 @dataclass(frozen=True, slots=True)

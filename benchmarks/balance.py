@@ -10,6 +10,7 @@ are simulated (1F1B), the update of weights is left out. Other projects' rules a
 only. See docs/how-to/balance.md.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, product
@@ -32,8 +33,6 @@ from megatron_burst.balance.packing import Packs, best_fit, sequential
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.job.hugging_face import PRESETS
-from megatron_burst.tools.job.layers import Experts
-from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.step import costs_of
 from megatron_burst.tools.job.strategy import Job, Strategy
 from megatron_burst.tools.simulate.micro_batches import in_turn, step_of
@@ -41,10 +40,7 @@ from megatron_burst.tools.simulate.micro_batches import in_turn, step_of
 _CP, _MICRO_BATCHES = 8, 8
 _DRAWN = 300  # documents for each micro-batch; no kind needs more to fill it
 RULES = "sequential", "best-fit", "WLB", "dynamic CP", "balanced", "balanced, changing CP"
-# Qwen/Qwen3-30B-A3B
-_MOE = Model("qwen3-30b-a3b", layers=48, hidden=2048, heads_q=32, heads_kv=4, dim_qk=128, dim_v=128,
-             ffn=6144, vocab=151936, experts=Experts(count=128, active=8, ffn=768))  # fmt: skip
-MODELS = {"qwen3-8b": PRESETS["qwen3-8b"], "qwen3-30b-a3b": _MOE}
+MODELS = {name: PRESETS[name] for name in ("qwen3-8b", "qwen3-30b-a3b")}
 app = App()
 Dp = Annotated[list[int] | None, Option(help="default: 8 and 32")]
 Packed = Annotated[int, Option(help="tokens of a packed micro-batch", min=64)]
@@ -116,9 +112,7 @@ def dynamic_cp(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> float:
     seen: list[int] = []
     step = 0.0
     for group in groups:
-        ranks_of: dict[int, int] = {}
-        for document in chain(*group):
-            ranks_of[document] = ranks_of.get(document, 0) + 1
+        ranks_of = Counter(chain(*group))
         seen += ranks_of
         work = {
             d: costs.seconds(lengths[d], int(pairs_of(np.int64(lengths[d]))), count) - costs.fixed
@@ -131,8 +125,7 @@ def dynamic_cp(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> float:
 
 def fills(lengths: Sequence[int], limit: int, packs: int) -> int:
     """How many documents, from the first on, fill so many packs in sequence."""
-    found = sequential(lengths, limit)
-    return list(accumulate(map(len, found)))[packs - 1]
+    return list(accumulate(map(len, sequential(lengths, limit))))[packs - 1]
 
 
 def case_of(name: str, dp: int, pp: int, packed: int, machine: Hardware) -> tuple[BatchGrid, Costs]:
@@ -256,11 +249,12 @@ def table_of(rows: Sequence[BalanceRow]) -> str:
     head = ["model", "documents", "GPUs", "PP", "limit, K", *RULES, "x sequential", "x best-fit",
             "longest / bound"]  # fmt: skip
     lines = []
-    for key, found in cases.items():
-        steps = {rule: row.step_s for rule, row in found.items() if row.step_s}
-        first = next(iter(found.values()))
+    for key, by_rule in cases.items():
+        steps = {rule: row.step_s for rule, row in by_rule.items() if row.step_s}
+        first = next(iter(by_rule.values()))
         ours = min(seconds for rule, seconds in steps.items() if rule.startswith("balanced"))
-        cells = [f"{found[one].bound_s / steps[one]:.2f}" if one in steps else "" for one in RULES]
+        shares = {rule: f"{by_rule[rule].bound_s / step:.2f}" for rule, step in steps.items()}
+        cells = [shares.get(rule, "") for rule in RULES]
         gains = [f"{steps[rule] / ours:.2f}" for rule in ("sequential", "best-fit")]
         lines.append((*key, *cells, *gains, f"{first.longest_s / first.bound_s:.2f}"))
     return markdown([head, *lines])

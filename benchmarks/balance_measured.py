@@ -100,15 +100,9 @@ def micro_batch_rows(bench: Bench, count: int, sizes: Sequence[int]) -> Iterator
     each = [list(drawn(bench, count, cp)) for cp in sizes]
     for some in zip(*each, strict=True):
         for cp, (kind, lengths) in zip(sizes, some, strict=True):
-            measured = bench.times(bench.layers.micro_batch(lengths, cp))
-            yield CostRow(
-                **measured,
-                cp=cp,
-                kind=kind,
-                documents=len(lengths),
-                tokens=sum(lengths),
-                area=int(pairs_of(np.array(lengths)).sum()),
-            )
+            columns = bench.times(bench.layers.micro_batch(lengths, cp))
+            columns |= {"cp": cp, "kind": kind, "documents": len(lengths), "tokens": sum(lengths)}
+            yield CostRow(**columns, area=int(pairs_of(np.array(lengths)).sum()))
 
 
 def step_rows(bench: Bench, draws: int, costs: Costs) -> Iterator[StepRow]:
@@ -121,28 +115,21 @@ def step_rows(bench: Bench, draws: int, costs: Costs) -> Iterator[StepRow]:
         lengths = lengths[: fills(lengths, whole, grid.slots)]
         for rule, every in rules_of(lengths, grid, costs).items():
             own = [next(one for one in slot if cp_rank in one.ranks) for slot in every[dp_rank]]
-            measured = bench.times(bench.step(lengths, own))
-            yield StepRow(
-                **measured,
-                kind=kind,
-                seed=seed,
-                rule=rule,
-                documents=len(lengths),
-                dp=grid.dp,
-                tokens=int(lengths.sum()),
-                simulated_ms=1e3 * step_of(every, grid).seconds,
-            )
+            columns = bench.times(bench.step(lengths, own))
+            columns |= {"kind": kind, "seed": seed, "rule": rule, "dp": grid.dp}
+            columns |= {"documents": len(lengths), "tokens": int(lengths.sum())}
+            yield StepRow(**columns, simulated_ms=1e3 * step_of(every, grid).seconds)
 
 
 def rules_of(lengths: np.ndarray, grid: BatchGrid, costs: Costs) -> dict[str, MicroBatches]:
     """Micro-batches of each data-parallel rank, by rule."""
     packs = sequential(lengths, grid.token_limit * grid.cp)
-    found = {"sequential": in_turn(packs, lengths, grid, costs)}
-    found["balanced"] = assign(lengths, grid, costs).micro_batches
+    rules = {"sequential": in_turn(packs, lengths, grid, costs)}
+    rules["balanced"] = assign(lengths, grid, costs).micro_batches
     if grid.cp > 1:
         changing = assign(lengths, grid, costs, grid.cp_sizes)
-        found["balanced, changing CP"] = changing.micro_batches
-    return found
+        rules["balanced, changing CP"] = changing.micro_batches
+    return rules
 
 
 def bench_of(
@@ -162,8 +149,7 @@ def bench_of(
     built = PackedLayers(sizes, getattr(torch, dtype), world.size == 1, tokens)
     how = "one rank's part" if world.size == 1 else "group"
     ranks = _ALONE if world.size == 1 else world.size // dp
-    columns = {"run": now(), "gpus": world.size, "how": how, "model": model}
-    columns["layers"] = sizes.layers
+    columns = {"run": now(), "gpus": world.size, "how": how, "model": model, "layers": sizes.layers}
     return Bench(built, world, ranks, tokens, reps, columns)
 
 
@@ -225,10 +211,10 @@ def micro_batches(
 ) -> None:
     """Measure micro-batches at each size, then compare them with the cost function."""
     check_appendable(out, COSTS_CSV, "OUT")
-    held, rows, over = whole_number(tokens, "--tokens", _WHO), [], clock(budget_s)
+    shard, rows, over = whole_number(tokens, "--tokens", _WHO), [], clock(budget_s)
     with started(_WHO, device) as world:
-        bench = bench_of(world, model, layers, held, reps)
-        sizes = BatchGrid(1, bench.ranks, 1, held).cp_sizes
+        bench = bench_of(world, model, layers, shard, reps)
+        sizes = BatchGrid(1, bench.ranks, 1, shard).cp_sizes
         for row in micro_batch_rows(bench, count, sizes):
             rows += save(out, world, [row], COSTS_CSV)
             if row.cp == sizes[-1] and world.decide(over()):
@@ -253,9 +239,9 @@ def steps(
 ) -> None:
     """Measure steps of data-parallel ranks, each a context-parallel group of equally many GPUs."""
     check_appendable(out, STEPS_CSV, "OUT")
-    held, over = whole_number(tokens, "--tokens", _WHO), clock(budget_s)
+    shard, over = whole_number(tokens, "--tokens", _WHO), clock(budget_s)
     with started(_WHO, device) as world:
-        bench = bench_of(world, model, layers, held, reps, dp)
+        bench = bench_of(world, model, layers, shard, reps, dp)
         for row in step_rows(bench, draws, costs_in(read([costs], COSTS_CSV))):
             save(out, world, [row], STEPS_CSV)
             if world.rank == 0:

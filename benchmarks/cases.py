@@ -34,7 +34,6 @@ class Case:
         return forward * (3.5 if pass_ == "fwd_bwd" else 1.0)
 
     def columns(self) -> dict[str, object]:
-        """Its columns in the results."""
         return {each.name: getattr(self, each.name) for each in fields(Case)}
 
     def check(self, ranks: int) -> None:
@@ -62,23 +61,23 @@ def numbers(text: str, option: str, who: str) -> tuple[int, ...]:
 def head_counts(text: str, who: str) -> tuple[Heads, ...]:
     """Query and KV heads in a list such as "32/32,32/8", which may be empty; `who` refuses."""
     words = text.split(",") if text else ()
-    found = {word: whole_numbers(word.replace("/", ","), "--heads", who) for word in words}
+    counts = {word: whole_numbers(word.replace("/", ","), "--heads", who) for word in words}
     require(who, [(
         len(pair) == 2 and not pair[0] % pair[1], "--heads must list query heads / KV heads, "
         "because each KV head serves equally many query heads", repr(word),
         "write for example 32/8",
-    ) for word, pair in found.items()])  # fmt: skip
-    return tuple(found[word] for word in words)
+    ) for word, pair in counts.items()])  # fmt: skip
+    return tuple(counts[word] for word in words)
 
 
 def one_head_count(text: str, who: str) -> Heads:
     """Query and KV heads of a command that has one pair of them, such as "32/8"."""
-    found = head_counts(text, who)
+    counts = head_counts(text, who)
     require(who, [(
-        len(found) == 1, "--heads must be one pair, because all rows of a run have the same",
+        len(counts) == 1, "--heads must be one pair, because all rows of a run have the same",
         repr(text), "write for example 32/8",
     )])  # fmt: skip
-    return found[0]
+    return counts[0]
 
 
 def head_dims(text: str) -> tuple[int, int]:
@@ -128,13 +127,13 @@ def grid_of(seq: str, heads: str, batch: str, mask: str) -> Grid:
 
 def narrowed(cases: Sequence[Any], grid: Any, who: str) -> tuple[Any, ...]:
     """Those of a preset's problems that lists given beside it admit; BurstError if none is left."""
-    found = tuple(filter(grid.admits, cases))
+    admitted = tuple(filter(grid.admits, cases))
     require(who, [(
-        found, "options beside --preset must leave a problem, because they narrow it down",
+        admitted, "options beside --preset must leave a problem, because they narrow it down",
         f"none of its {len(cases)} problems, the first of which is {cases[0]}",
         "leave --preset out to measure others",
     )])  # fmt: skip
-    return found
+    return admitted
 
 
 def preset_of[T](name: str, presets: Mapping[str, T], who: str) -> T:

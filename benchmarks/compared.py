@@ -14,8 +14,6 @@ from megatron_burst.tools.units import in_units
 
 LIBRARIES = ("ulysses", "yunchang", "torch")  # in a table of their own, and in no picture
 _NOTHING = {"-", "failed", "skipped"}  # cells without a figure
-
-
 _SHARED = "heads_q heads_kv seq nodes ranks batch head_dim_qk head_dim_v mask dtype pass_"
 
 
@@ -80,13 +78,13 @@ type Cell = Callable[[Comparison], str]
 def compare(rows: Sequence[Row]) -> list[Comparison]:
     """One comparison a problem and pass; of as many ranks together, the shorter sequences first.
     Of equal rows, also of several files, the newest counts."""
-    found: dict[Problem, dict[str, Row]] = {}
+    by_problem: dict[Problem, dict[str, Row]] = {}
     for row in sorted(rows, key=lambda one: one.date):
         problem = Problem(**{name: getattr(row, name) for name in Problem._fields})
-        found.setdefault(problem, {})[f"{row.impl}:{row.mode}"] = row
-    groups = list(dict.fromkeys((problem.nodes, problem.ranks) for problem in found))
-    in_order = sorted(found, key=lambda one: (groups.index((one.nodes, one.ranks)), one.seq))
-    return [Comparison(problem, found[problem]) for problem in in_order]
+        by_problem.setdefault(problem, {})[f"{row.impl}:{row.mode}"] = row
+    groups = list(dict.fromkeys((problem.nodes, problem.ranks) for problem in by_problem))
+    in_order = sorted(by_problem, key=lambda one: (groups.index((one.nodes, one.ranks)), one.seq))
+    return [Comparison(problem, by_problem[problem]) for problem in in_order]
 
 
 def differing(comparisons: Sequence[Comparison], always: Sequence[str]) -> list[str]:
@@ -157,17 +155,17 @@ def _table(columns: Mapping[str, Cell], every: Sequence[Comparison], always: Seq
     some = [not set(column) <= _NOTHING for column in zip(*lines[1:], strict=True)]
     caption = ", ".join(f"{name} {value}" for name, value in first.items() if name not in facts)
     table = markdown([list(compress(line, some)) for line in lines])
-    told = origins(each.burst or next(iter(each.rows.values())) for each in every)
-    return f"TFLOP/s per GPU; {caption}.\n\n{table}\n\n{told}"
+    sources = origins(each.burst or next(iter(each.rows.values())) for each in every)
+    return f"TFLOP/s per GPU; {caption}.\n\n{table}\n\n{sources}"
 
 
 def check_alike(each: Comparison, shown: Sequence[Row | None]) -> None:
     """That what is compared was measured by one commit on one machine, as far as rows name them."""
-    found = {measured_by(row): row for row in shown if row and row.ms}
-    got = (f"{row.impl}:{row.mode} of {' '.join(by)}" for by, row in found.items())
+    runs = {measured_by(row): row for row in shown if row and row.ms}
+    got = (f"{row.impl}:{row.mode} of {' '.join(by)}" for by, row in runs.items())
     where = " ".join(each.problem.words()[name] for name in ("heads", "S", "mask"))
     require("benchmarks.show table", [(
-        len(found) < 2, "rows that it compares must be of one commit and machine, because a ratio "
+        len(runs) < 2, "rows that it compares must be of one commit and machine, because a ratio "
         "would tell of these too", f"{' and '.join(got)}, for {where}", "measure them in one run",
     )])  # fmt: skip
 

@@ -38,8 +38,8 @@ def stamp(device: torch.device) -> dict[str, str]:
 
 def planner_stamp(machine: str) -> dict[str, str]:
     """The same columns of a prediction for a machine."""
-    said = f"planner at commit {commit()}"
-    return {"date": now(), "versions": said, "gpu": f"predicted for {machine}"}
+    planner = f"planner at commit {commit()}"
+    return {"date": now(), "versions": planner, "gpu": f"predicted for {machine}"}
 
 
 def versions() -> str:
@@ -48,20 +48,15 @@ def versions() -> str:
     On GPUs also "cudnn", of the libraries that are loaded, and "connections N":
     CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends.
     """
-    found = {**software(), **_libraries(), "commit": commit()}
-    if torch.cuda.is_available():
-        found["cudnn"] = " and ".join(loaded_cudnn()) or "not loaded"
-        found["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
-    return "; ".join(f"{name} {number}" for name, number in found.items())
-
-
-def _libraries() -> dict[str, str]:
-    """Versions of those that are installed, by name."""
-    found = {}
+    numbers = {**software()}
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            numbers[name] = version(name)
+    numbers["commit"] = commit()
+    if torch.cuda.is_available():
+        numbers["cudnn"] = " and ".join(loaded_cudnn()) or "not loaded"
+        numbers["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
+    return "; ".join(f"{name} {number}" for name, number in numbers.items())
 
 
 @lru_cache
@@ -70,8 +65,8 @@ def commit() -> str:
 
     In a copy of a checkout, whose git does not know, MEGATRON_BURST_COMMIT tells.
     """
-    if told := os.environ.get("MEGATRON_BURST_COMMIT"):
-        return told
+    if known := os.environ.get("MEGATRON_BURST_COMMIT"):
+        return known
     folder, status = Path(__file__).parents[1], ["status", "--porcelain", "--untracked-files=no"]
     apart = [":!benchmarks/predictions", ":!benchmarks/results"]
     head, changes = (
@@ -125,13 +120,9 @@ def link_speed(world: World) -> str:
     across = world.nodes > 1 and world.size % world.nodes == 0
     distance = world.size // world.nodes if across else 1
     staying = distance / world.size  # the share of an all-to-all that does not leave
-
     to, source = ((world.rank + sign * distance) % world.size for sign in (1, -1))
     shift = partial(shift_once, send, recv, to, source, world.group)
-
-    def exchange() -> None:
-        dist.all_to_all_single(recv, send, group=world.group)
-
+    exchange = partial(dist.all_to_all_single, recv, send, group=world.group)
     ring = _gbs(shift, send.numel(), world)
     all_to_all = _gbs(exchange, send.numel() * (1 - staying), world)
     where = f"between {world.nodes} nodes" if across else "on one node"
@@ -142,5 +133,5 @@ def link_speed(world: World) -> str:
 
 def _gbs(run, num_bytes: float, world: World) -> float:
     """GB/s of the slowest rank, median over repetitions."""
-    mine = world.gather(times_ms(run, world))
-    return num_bytes / (median(max(times) for times in zip(*mine, strict=True)) * 1e6)
+    of_ranks = world.gather(times_ms(run, world))
+    return num_bytes / (median(map(max, zip(*of_ranks, strict=True))) * 1e6)

@@ -133,11 +133,9 @@ class _Run:
             active = torch.cuda.memory_stats()["active_bytes.all.peak"]
             host = self._pinned("peak") - left
             host += host_memory(self.world.device, None).taken_bytes  # burst pins its own
-            mine = torch.cuda.max_memory_allocated(), active, host
-            names, peaks = (
-                ("peak_gib", "active_gib", "host_gib"),
-                runner.slowest(self.world.gather(mine)),
-            )
+            own_peaks = torch.cuda.max_memory_allocated(), active, host
+            peaks = runner.slowest(self.world.gather(own_peaks))
+            names = "peak_gib", "active_gib", "host_gib"
             columns |= {name: peak / _GIB for name, peak in zip(names, peaks, strict=True)}
         return columns
 

@@ -93,13 +93,13 @@ def settings_of(model: Model) -> dict[str, Setting]:
     if model.experts:
         offloading["offload+experts"] = _offloading(_OFFLOADED + _OF_EXPERTS)
     blocks = {f"block-{count}": _block(count) for count in sorted(some)}
-    found = [Setting("burst", name, *how) for name, how in burst.items()]
+    settings = [Setting("burst", name, *how) for name, how in burst.items()]
     for impl, configs, *options in (
         ("megatron", {"off": {}, "full": _FULL, **blocks}), ("burst", again, BurstConfig()),
         ("megatron", again | offloading),
     ):  # fmt: skip
-        found += [Setting(impl, name, config, *options) for name, config in configs.items()]
-    return {str(one): one for one in found}
+        settings += [Setting(impl, name, config, *options) for name, config in configs.items()]
+    return {str(one): one for one in settings}
 
 
 def _block(layers: int) -> dict[str, Any]:
@@ -115,15 +115,15 @@ def chosen(model: Model, only: str) -> list[Setting]:
     BurstError if a word is in no name."""
     every = settings_of(model)
     words = [word.strip() for word in only.split(",") if word.strip()]
-    found = {
+    matches = {
         word: [word] if word in every else [name for name in every if word in name]
         for word in words
     }
     require(WHO, [(
         names, "--only must list words of settings, because it chooses among them", repr(word),
         f"choose among {', '.join(every)}",
-    ) for word, names in found.items()])  # fmt: skip
-    some = {name for names in found.values() for name in names}
+    ) for word, names in matches.items()])  # fmt: skip
+    some = {name for names in matches.values() for name in names}
     return [every[name] for name in every if name in some or not words]
 
 
@@ -154,18 +154,13 @@ _KIND = "kind of a packed sample, as in benchmarks.packed; none: one document"
 Documents = Annotated[str, Option(help=_KIND)]
 
 
-def models_of(names: Sequence[str]) -> tuple[Model, ...]:
-    """The models of a list of names; none named means all."""
-    must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
-    return pick(names, MODELS, must)
-
-
 def problem_of(
     model: ModelName, layers: Layers, seq: Tokens, documents: Documents
 ) -> tuple[Model, Sample]:
     """The model and the sample that options name; BurstError if there is no such model or kind of
     documents, or the length is no number."""
-    (sizes,) = models_of([model])
+    must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
+    (sizes,) = pick([model], MODELS, must)
     sample = Sample(whole_number(seq, "--seq", WHO), "" if documents == "none" else documents)
     assert sample.lengths  # refuses a kind that there is not
     return replace(sizes, layers=layers or sizes.layers), sample

@@ -9,7 +9,7 @@ Rows of Megatron's own attention are predicted with cuDNN's speed.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from operator import attrgetter
 from statistics import median
 from typing import Annotated
 
@@ -20,7 +20,7 @@ from benchmarks import frontier_cases as cases
 from benchmarks.documents import SEED
 from benchmarks.facts import planner_stamp
 from benchmarks.rows import append, check_appendable, read
-from benchmarks.runner import App, Csvs, Machine, OutFile
+from benchmarks.runner import App, Csvs, Files, Machine, OutFile
 from benchmarks.sheets import FRONTIER_CSV, FrontierRow
 from megatron_burst.config import BurstConfig
 from megatron_burst.recompute.auto.budget import Placed
@@ -37,7 +37,7 @@ from megatron_burst.tools.simulate.sample import Packing
 from megatron_burst.tools.simulate.sample import Sample as Lengths
 
 _COUNTED = {"mlp"}, {"moe"}  # modules of selective recomputation
-_PROBLEM = "model", "layers", "seq", "documents", "ranks", "impl", "setting"
+_problem = attrgetter("model", "layers", "seq", "documents", "ranks", "impl", "setting")
 app = App()
 
 
@@ -119,7 +119,7 @@ def compare(rows: Sequence[FrontierRow], made: Sequence[FrontierRow]) -> list[Co
             problem = _problem(row)
             latest[problem] = max(row.run, latest.get(problem, ""))
             turns.setdefault((row.run, *problem), []).append(row)
-    found = []
+    compared = []
     for (run, *problem), some in turns.items():
         before = [one for one in made if _problem(one) == tuple(problem) and one.date < run]
         if run == latest[tuple(problem)] and before:
@@ -127,12 +127,8 @@ def compare(rows: Sequence[FrontierRow], made: Sequence[FrontierRow]) -> list[Co
                 some[0], ms=median(row.ms for row in some),
                 active_gib=median(row.gib for row in some),
             )  # fmt: skip
-            found.append(Compared(middle, before[-1]))
-    return found
-
-
-def _problem(row: FrontierRow) -> tuple:
-    return tuple(getattr(row, name) for name in _PROBLEM)
+            compared.append(Compared(middle, before[-1]))
+    return compared
 
 
 def predicted_now(rows: Sequence[FrontierRow], hardware: Hardware) -> list[FrontierRow]:
@@ -188,9 +184,7 @@ def predict_command(
 @app.command("compare")
 def compare_command(
     csvs: Csvs,
-    predictions: Annotated[
-        list[Path] | None, Option(help="of `predict`; default: predicted now")
-    ] = None,
+    predictions: Annotated[Files, Option(help="of `predict`; default: predicted now")] = None,
     hardware: Machine = "h200",
 ) -> None:
     """Errors of time and peak memory, for the latest run of each setting of each problem."""

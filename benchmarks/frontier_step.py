@@ -107,10 +107,13 @@ class Trainer:
         return loss, tokens, {"loss": loss.detach().clone()}
 
     def _built(self, setting: Setting, **options: object) -> GPTModel:
-        sizes = self._sizes
-        config = self._config(setting, **options)
+        sizes, experts = self._sizes, {}
+        if sizes.experts:
+            experts = {"num_experts": sizes.experts.count, "moe_grouped_gemm": HAVE_TE}
+        spec = layer_spec(qk_layernorm=sizes.norms_heads, **experts)
         return GPTModel(
-            config, _spec_of(sizes, setting), sizes.vocab, self._sample.seq,
+            self._config(setting, **options), spec if setting.burst is None else burst_spec(spec),
+            sizes.vocab, self._sample.seq,
             share_embeddings_and_output_weights=sizes.tied, position_embedding_type="rope",
         ).to(device=torch.cuda.current_device(), dtype=self._dtype)  # fmt: skip
 
@@ -125,10 +128,7 @@ class Trainer:
                 "moe_token_dispatcher_type": "alltoall",
             }  # fmt: skip
         config = config_of(
-            self._dtype, num_layers=sizes.layers, hidden_size=sizes.hidden,
-            ffn_hidden_size=sizes.ffn, num_attention_heads=sizes.heads_q,
-            num_query_groups=sizes.heads_kv, kv_channels=sizes.dim_qk,
-            qk_layernorm=sizes.norms_heads,
+            sizes, sizes.dim_qk, self._dtype, qk_layernorm=sizes.norms_heads,
             calculate_per_token_loss=True, finalize_model_grads_func=finalize_model_grads,
             context_parallel_size=self._sample.ranks,
             cp_comm_type="p2p" if setting.burst is None else "burst",
@@ -136,14 +136,6 @@ class Trainer:
         )  # fmt: skip
         config.burst = setting.burst or BurstConfig()  # whatever MEGATRON_BURST says
         return config
-
-
-def _spec_of(sizes: Model, setting: Setting):
-    options = {}
-    if sizes.experts:
-        options = {"num_experts": sizes.experts.count, "moe_grouped_gemm": HAVE_TE}
-    spec = layer_spec(qk_layernorm=sizes.norms_heads, **options)
-    return spec if setting.burst is None else burst_spec(spec)
 
 
 def _share(model: GPTModel, source: GPTModel) -> None:

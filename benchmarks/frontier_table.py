@@ -40,17 +40,16 @@ class Point:
 
     @property
     def is_burst(self) -> bool:
-        """Whether it is one of burst's settings."""
         return self.name.startswith("burst:")
 
 
 def runs_in(rows: Sequence[FrontierRow]) -> Iterator[tuple[str, list[FrontierRow]]]:
     """The rows of each run and problem, with words for them."""
-    found: dict[tuple, list[FrontierRow]] = {}
+    runs: dict[tuple, list[FrontierRow]] = {}
     for row in rows:
         key = row.run, row.model, row.layers, row.seq, row.documents, row.ranks
-        found.setdefault(key, []).append(row)
-    for (run, model, layers, seq, documents, ranks), own in found.items():
+        runs.setdefault(key, []).append(row)
+    for (run, model, layers, seq, documents, ranks), own in runs.items():
         drawn, _, count = documents.partition(": ")
         kind = f"{count} documents ({drawn})" if documents else "one document"
         gpu = f"{f'{ranks} x ' * (ranks > 1)}{own[0].gpu.partition(';')[0]}"
@@ -62,9 +61,9 @@ def points_of(rows: Sequence[FrontierRow]) -> list[Point]:
     by_name: dict[str, list[FrontierRow]] = {}
     for row in rows:
         by_name.setdefault(f"{row.impl}:{row.setting}", []).append(row)
-    made = {name: _point(name, own) for name, own in by_name.items()}
-    nothing, full = made.get(NOTHING), made.get(FULL) or made.get(FULL_OF_BURST)
-    return [_beside(point, nothing, full) for point in made.values()]
+    points = {name: _point(name, own) for name, own in by_name.items()}
+    nothing, full = points.get(NOTHING), points.get(FULL) or points.get(FULL_OF_BURST)
+    return [_beside(point, nothing, full) for point in points.values()]
 
 
 def _point(name: str, rows: Sequence[FrontierRow]) -> Point:
@@ -72,18 +71,13 @@ def _point(name: str, rows: Sequence[FrontierRow]) -> Point:
     if not turns:
         return Point(name, note=rows[0].note)
     each = list(chain(*turns.values()))
-    gib = [median(found) if (found := _known(rows, column)) else None for column in
-           ("gib", "host_gib")]  # fmt: skip
-    rates = _rates(next(row for row in rows if row.each), median(each))
-    return Point(name, len(each), median(each), min(each), max(each), turns, *rates, *gib)
-
-
-def _rates(row: FrontierRow, ms: float) -> tuple[float, float | None]:
-    """Tokens/s of a GPU and MFU of a step that takes so long; `row` is one of its setting."""
+    ms, row, mfu = median(each), next(row for row in rows if row.each), None
+    if row.tflops is not None and not row.gpu.startswith("cpu"):
+        mfu = share_of_peak(row.tflops * row.ms / ms, row.gpu)
+    known = (_known(rows, column) for column in ("gib", "host_gib"))
+    gib = [median(values) if values else None for values in known]
     tokens_per_s = 1e3 * row.seq / row.ranks / ms
-    if row.tflops is None or row.gpu.startswith("cpu"):
-        return tokens_per_s, None
-    return tokens_per_s, share_of_peak(row.tflops * row.ms / ms, row.gpu)
+    return Point(name, len(each), ms, min(each), max(each), turns, tokens_per_s, mfu, *gib)
 
 
 def _known(rows: Sequence[FrontierRow], column: str) -> list[float]:
@@ -111,26 +105,26 @@ def speedup(point: Point, other: Point) -> float:
 
 def spread_of(rows: Sequence[FrontierRow]) -> dict[str, float]:
     """Largest relative difference of a loss, and of a gradients' norm, from the median."""
-    found = {}
+    spreads = {}
     for column in ("loss", "grad_norm"):
         if known := _known(rows, column):
             middle = median(known)
-            found[column] = max(abs(value / middle - 1) for value in known)
-    return found
+            spreads[column] = max(abs(value / middle - 1) for value in known)
+    return spreads
 
 
 def in_equal_memory(points: Sequence[Point]) -> dict[str, tuple[float, str]]:
     """For each of Megatron's settings: how many times as fast burst's fastest setting that needs no
     more memory is, and which that is; without those for which there is none."""
     known = [point for point in points if point.ms and point.peak_gib is not None]
-    found = {}
+    gains = {}
     for peer in (point for point in known if not point.is_burst):
         room = peer.peak_gib + _EQUAL_GIB
         able = [point for point in known if point.is_burst and point.peak_gib <= room]
         if able:
             best = min(able, key=lambda point: point.ms)
-            found[peer.name] = speedup(best, peer), best.name
-    return found
+            gains[peer.name] = speedup(best, peer), best.name
+    return gains
 
 
 def frontier_table(rows: Sequence[FrontierRow]) -> str:
@@ -171,14 +165,14 @@ def hull_of(points: Sequence[Point]) -> list[Point]:
     """The lower left of the convex hull in (GiB, ms), from the least memory to the least time: what
     mixing settings over layers could reach at best."""
     known = [point for point in points if point.ms and point.peak_gib is not None]
-    found: list[Point] = []
+    hull: list[Point] = []
     for point in sorted(known, key=lambda one: (one.peak_gib, one.ms)):
-        if found and point.ms >= found[-1].ms:
+        if hull and point.ms >= hull[-1].ms:
             continue  # slower, and no less memory
-        while len(found) > 1 and _is_above(found[-2], found[-1], point):
-            found.pop()
-        found.append(point)
-    return found
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
 
 
 def _is_above(left: Point, middle: Point, right: Point) -> bool:

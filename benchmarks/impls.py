@@ -48,8 +48,8 @@ def _parse(text: str) -> tuple[Impl, ...]:
         return tuple(Impl(name, each) for each in ([mode] if mode else TE_MODES))
     if name in ("ceiling", "one_gpu", "ulysses") or text == "before":
         return (Impl(name, mode or "auto"),)
-    if found := _ways(name, mode):
-        return found
+    if impls := _ways(name, mode):
+        return impls
     raise BurstError(
         f"{_WHO}: --impl must name an implementation, because each is called in its own way; got "
         f"{text!r}; choose among burst[:auto|gather|ring|a2a|FIELD=VALUE,...], "

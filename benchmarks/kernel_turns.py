@@ -13,6 +13,7 @@ from time import monotonic
 
 import torch
 
+from benchmarks.one_rank import tensors_of
 from benchmarks.rows import append
 from benchmarks.runner import device_ms, in_turn
 from benchmarks.sheets import KERNELS_CSV, KernelRow
@@ -54,11 +55,8 @@ class Case:
 
     def tensors(self) -> list[torch.Tensor]:
         """q, k, v, dout."""
-        counts = self.heads_q, self.heads_kv, self.heads_kv, self.heads_q
-        return [
-            torch.randn(1, self.seq, n, self.dim, device="cuda", dtype=torch.bfloat16)
-            for n in counts
-        ]
+        heads = self.heads_q, self.heads_kv
+        return tensors_of(self.seq, heads, self.dim, "cuda", torch.bfloat16)
 
     @property
     def visible(self) -> Visible:

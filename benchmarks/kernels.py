@@ -9,9 +9,9 @@ compiled beforehand in as many processes as there are cores, which share their c
 the order of their weight; what time is not left for is left out. Rows are written as they come.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -32,7 +32,8 @@ from megatron_burst.tools.speeds import problem_of
 
 HEADS = ((32, 8), (32, 32))
 COMPILED = ("fa4", "triton")  # those that compile, and keep on disk what they have compiled
-_PROBLEM = ("dim", "causal", "direction", "seq", "heads_q", "heads_kv")
+_line = attrgetter("dim", "causal", "direction")  # of the table
+_problem = attrgetter("dim", "causal", "direction", "seq", "heads_q", "heads_kv", "what")
 app = App()
 
 
@@ -63,8 +64,8 @@ def main(
     if sweep:
         sweep_blocks(out, [case for case in cases if case.heads_kv < case.heads_q], deadline)
         return
-    asked = [name for name in only.split(",") if name]
-    names = _usable(asked) if asked else _able(cases[0])
+    requested = [name for name in only.split(",") if name]
+    names = _usable(requested) if requested else _able(cases[0])
     variants = {replace(case, seq=SHORT) for case in cases}
     jobs = [(run_once, case, name) for case in variants for name in names if name in COMPILED]
     print(*compile_all(jobs, deadline - budget_s / 3), sep="\n")
@@ -129,10 +130,10 @@ def table(path: Path) -> str:
     the least and most of that in any turn. Of equal problems the newest row counts; what failed is
     left out. BurstError if it is no CSV of this benchmark, or has no row."""
     measured = [row for row in read([path], KERNELS_CSV) if row.tflops]
-    newest = {(_key(row, _PROBLEM), row.what): row for row in measured}
+    newest = {_problem(row): row for row in measured}
     cells: dict[tuple, list[KernelRow]] = {}
     for row in newest.values():
-        cells.setdefault((_key(row, _PROBLEM[:3]), row.what), []).append(row)
+        cells.setdefault((_line(row), row.what), []).append(row)
     lines = {
         (dim, causal, direction): [dim, "causal" if causal else "full", direction]
         for (dim, causal, direction), _ in cells
@@ -141,10 +142,6 @@ def table(path: Path) -> str:
     kernels = {name: f"`{name}`" for _, name in in_lines}
     head = ["head dimension", "mask", "direction"]
     return crossed(head, lines, kernels, lambda *key: _cell(cells.get(key, [])))
-
-
-def _key(row: KernelRow, columns: Iterable[str]) -> tuple:
-    return tuple(getattr(row, column) for column in columns)
 
 
 def _cell(rows: list[KernelRow]) -> str:

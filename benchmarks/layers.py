@@ -85,13 +85,13 @@ def writes(impl: str, mode: str) -> bool:
 
 def modes_of(names: Sequence[str], ranks: int | None = None) -> tuple[Mode, ...]:
     """The modes of a list of names; none named means all that so many ranks can run, if told."""
-    found = pick(
+    modes = pick(
         names, MODES, "benchmarks.recompute: --mode must name one that there is, because it stands "
         "for a way to recompute",
     )  # fmt: skip
-    apart = [mode for mode in found if ranks is not None and mode.least_ranks > ranks]
+    apart = [mode for mode in modes if ranks is not None and mode.least_ranks > ranks]
     require("benchmarks.recompute", [(
         not names, f"--mode {mode} must have {mode.least_ranks} ranks, because these share what is "
         "kept", f"{ranks}", "start more with torchrun, or leave it out",
     ) for mode in apart])  # fmt: skip
-    return tuple(mode for mode in found if mode not in apart)
+    return tuple(mode for mode in modes if mode not in apart)

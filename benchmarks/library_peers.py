@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.cases import Case
 from benchmarks.impls import Impl
@@ -46,14 +47,15 @@ class Library(Autograd):
     def sample(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return sample_of([self._moved(x.detach(), self.degree, 1) for x in results])
 
-    def _moved(self, x: Tensor, held: int, wanted: int) -> Tensor:
-        """The rows of one degree, of a tensor [s_local, ...] with those of another."""
-        if held == wanted:
+    def _moved(self, x: Tensor, source: int, target: int) -> Tensor:
+        """The rows of degree `target`, of a tensor [s_local, ...] with those of `source`."""
+        if source == target:
             return x
         size, whole = self.world.size, x.new_empty(self.world.size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(whole, x.contiguous(), group=self.world.group)
-        order = torch.cat([places(len(whole), held, rank, size) for rank in range(size)]).argsort()
-        return whole[order[places(len(whole), wanted, self.world.rank, size)].to(x.device)]
+        parts = [places(len(whole), source, rank, size) for rank in range(size)]
+        own = places(len(whole), target, self.world.rank, size)
+        return whole[torch.cat(parts).argsort()[own].to(x.device)]
 
 
 def places(tokens: int, degree: int, rank: int, size: int) -> Tensor:
@@ -63,16 +65,7 @@ def places(tokens: int, degree: int, rank: int, size: int) -> Tensor:
     return indices_of(ranges).chunk(degree)[rank % degree]
 
 
-def mesh_of(world: World) -> torch.distributed.device_mesh.DeviceMesh:
-    """All ranks, as torch's context parallelism wants them."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh.from_group(world.group, world.device.type)
-
-
-def over_ranks(
-    module: torch.nn.Module, kind: str, mesh: torch.distributed.device_mesh.DeviceMesh
-) -> torch.nn.Module:
+def over_ranks(module: torch.nn.Module, kind: str, mesh: DeviceMesh) -> torch.nn.Module:
     """An attention module with sequences sharded in axis 2 by torch: "SDPA", or "FLEX"."""
     from torch.distributed.tensor.experimental import _attention as cp
     from torch.distributed.tensor.parallel import parallelize_module
@@ -100,7 +93,8 @@ class TorchContextParallel(Library):
         from torch.distributed.tensor.experimental import _attention as cp
 
         cp._enable_context_parallel_dispatcher()
-        return over_ranks(_Sdpa(), "SDPA", mesh_of(self.world))
+        mesh = DeviceMesh.from_group(self.world.group, self.world.device.type)
+        return over_ranks(_Sdpa(), "SDPA", mesh)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from torch.distributed.tensor.experimental import _attention as cp

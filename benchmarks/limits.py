@@ -70,9 +70,9 @@ def _links() -> Lines:
     for gpus, names in (("H200", "attention_4xh200_one_node+attention_2xh200_one_node"),
                         ("H100", "before_2xh100")):  # fmt: skip
         rings, exchanges = zip(*map(rates, sheet(names)), strict=True)
-        for way, found in (("ring shift", rings), ("all-to-all", exchanges)):
+        for way, values in (("ring shift", rings), ("all-to-all", exchanges)):
             what = f"NVLink, {gpus}, {way} by NCCL, GB/s a rank"
-            yield what, "450", _span(found), _files(names)
+            yield what, "450", _span(values), _files(names)
     for gpus in ("H200", "H100"):
         assumed = f"assumed: {preset_of(gpus, 'limits').gpu.host_gbs:.0f}"
         rows = f"`machines/{gpus.lower()}.toml`"
@@ -89,8 +89,8 @@ def _files(name: str) -> str:
 
 def rates(row: sheets.Row) -> tuple[float, float]:
     """Measured ring shift and all-to-all of a row's run, GB/s a rank."""
-    found = _LINK.match(row.link)
-    return float(found[1]), float(found[2])
+    speeds = _LINK.match(row.link)
+    return float(speeds[1]), float(speeds[2])
 
 
 def _span(values) -> str:

@@ -33,7 +33,7 @@ from typer import Option
 from benchmarks.facts import now, stamp
 from benchmarks.impls import pick
 from benchmarks.rows import append, check_appendable
-from benchmarks.runner import App, Budget, OutFile, best_device, clock
+from benchmarks.runner import App, Budget, OutFile, Words, best_device, clock
 from benchmarks.sheets import CURVES_CSV, CurveRow
 from benchmarks.slice_cases import IMPLS, RECOMPUTE, Slice
 from benchmarks.slices import ROOT, Gpus, reason_in, start, steps_in, training
@@ -80,11 +80,6 @@ def runs(peer: str) -> tuple[Run, ...]:
     three = (peer, "same"), ("burst", "same"), (peer, "other")
     first = tuple(Run(sample, *one) for sample in ("whole", "packed") for one in three)
     return (*first, Run("whole", peer, "again"), Run("packed", peer, "again"))
-
-
-def peer() -> str:
-    """What burst is compared with."""
-    return PEERS[0] if torch.cuda.is_available() else PEERS[1]
 
 
 def text_files() -> list[Path]:
@@ -152,14 +147,14 @@ def train(
 
 def _row(run: Run, what: Slice, gpus: int, number: int, step: dict | None, note="") -> CurveRow:
     """Of a step, or of a run that was cut short; the first has what the run depends on."""
-    found = {"step": 0}
+    logged = {"step": 0}
     if step:
-        found = {"step": step["iteration"], "loss": step["lm loss"], "ms": 1e3 * step["seconds"]}
-        found["grad_norm"] = step["grad norm"]
+        logged = {"step": step["iteration"], "loss": step["lm loss"], "ms": 1e3 * step["seconds"]}
+        logged["grad_norm"] = step["grad norm"]
     return CurveRow(
         **({"date": now()} if number else stamp(best_device()[0])), gpus=gpus,
         sample=run.sample if what.name in _UNNAMED else f"{run.sample}, {what.name}",
-        impl=run.impl, order=run.order, note=note, **found,
+        impl=run.impl, order=run.order, note=note, **logged,
     )  # fmt: skip
 
 
@@ -168,9 +163,7 @@ def main(
     out: OutFile,
     gpus: Gpus = 2,
     steps: Annotated[int, Option(min=10, help="of each run")] = 300,
-    only: Annotated[
-        list[str] | None, Option(help="repeatable, e.g. packed:burst; default: all")
-    ] = None,
+    only: Annotated[Words, Option(help="repeatable, e.g. packed:burst; default: all")] = None,
     tiny: Annotated[bool, Option("--tiny", help="small sizes, to try this out")] = False,
     run_s: Annotated[float, Option(min=1, help="a run that takes longer is ended")] = 120,
     budget_s: Budget = None,
@@ -178,7 +171,8 @@ def main(
 ) -> None:
     """Train all, and append rows as steps end."""
     check_appendable(out, CURVES_CSV, "OUT")
-    every = {str(run): run for run in runs(peer())}
+    peer = PEERS[0] if torch.cuda.is_available() else PEERS[1]
+    every = {str(run): run for run in runs(peer)}
     must = "loss_curves: --only must name a run that there is, because each is its own command"
     wanted = pick(only or (), every, must)
     must = "loss_curves: --model must name a model that there is, because its sizes are listed"
@@ -230,16 +224,16 @@ def overlays(rows: Sequence[CurveRow]) -> list[Overlay]:
     for row in rows:
         if row.loss is not None:
             curves.setdefault((row.sample, row.impl, row.order), {})[row.step] = row.loss
-    found = []
+    complete = []
     for sample in dict.fromkeys(row.sample for row in rows):
         for peer in PEERS:
             names = (peer, "same"), ("burst", "same"), (peer, "other")
             three = [curves.get((sample, *name)) for name in names]
             if all(three):
                 again = curves.get((sample, peer, "again"), {})
-                found.append(Overlay(sample, peer, *three, again))
+                complete.append(Overlay(sample, peer, *three, again))
                 break
-    return found
+    return complete
 
 
 def curves_table(rows: Sequence[CurveRow]) -> str:
@@ -253,8 +247,8 @@ def curves_table(rows: Sequence[CurveRow]) -> str:
         ends = map(overlay.at_the_end, (overlay.again, overlay.burst, overlay.other))
         for how, again, burst, other in zip(("each step", "means"), *ends, strict=True):
             figures = [again, burst, other, burst / other if other else nan]
-            told = ["-" if isnan(figure) else f"{figure:.2g}" for figure in figures]
-            lines.append((overlay.sample, str(last), loss, how, *told))
+            cells = ["-" if isnan(figure) else f"{figure:.2g}" for figure in figures]
+            lines.append((overlay.sample, str(last), loss, how, *cells))
     return markdown(lines)
 
 
@@ -262,12 +256,12 @@ def curves_table(rows: Sequence[CurveRow]) -> str:
 def draw_curves(rows: Sequence[CurveRow], stem: Path) -> list[Path]:
     """Write `STEM.png`: curves on top, their distance below, one column a kind of sample; returns
     the file, or nothing where Matplotlib is missing or nothing has three runs."""
-    found, path = overlays(rows), stem.with_name(f"{stem.name}.png")
-    if not found:
+    drawn, path = overlays(rows), stem.with_name(f"{stem.name}.png")
+    if not drawn:
         return []
-    with picture(path, 6 * len(found), 6.5) as figure:
-        panels = figure.subplots(2, len(found), squeeze=False, sharex="col", height_ratios=(3, 2))
-        for upper, lower, overlay in zip(*panels, found, strict=True):
+    with picture(path, 6 * len(drawn), 6.5) as figure:
+        panels = figure.subplots(2, len(drawn), squeeze=False, sharex="col", height_ratios=(3, 2))
+        for upper, lower, overlay in zip(*panels, drawn, strict=True):
             _losses(upper, overlay)
             _differences(lower, overlay)
         legend_below(figure)

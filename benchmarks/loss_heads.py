@@ -52,22 +52,22 @@ LOSS_PRESETS = {  # widths, vocabularies, tokens: what a run that is cut short s
 
 def cases_of(preset: str, tokens: str, hidden: str, vocab: str, dtype: str) -> list[LossCase]:
     """Every combination of the lists, and of the preset's where one is empty."""
-    given = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
+    options = ((hidden, "--hidden"), (vocab, "--vocab"), (tokens, "--tokens"))
     widths, vocabularies, lengths = (
         whole_numbers(text, option, _WHO) if text else default
-        for (text, option), default in zip(given, LOSS_PRESETS[preset], strict=True)
+        for (text, option), default in zip(options, LOSS_PRESETS[preset], strict=True)
     )
     return [LossCase(n, h, v, dtype) for n in lengths for h in widths for v in vocabularies]
 
 
 def listed_cases(texts: Sequence[str], dtype: str) -> list[LossCase]:
     """Heads such as "32K,4096,128K": tokens, width, classes; BurstError if one has other sizes."""
-    found = {text: whole_numbers(text, "--case", _WHO) for text in texts}
+    sizes_by_text = {text: whole_numbers(text, "--case", _WHO) for text in texts}
     require(_WHO, [(
         len(sizes) == 3, "--case must name tokens, width and classes, because these make a problem",
         repr(text), "write for example 32K,4096,128K",
-    ) for text, sizes in found.items()])  # fmt: skip
-    return [LossCase(*sizes, dtype) for sizes in found.values()]
+    ) for text, sizes in sizes_by_text.items()])  # fmt: skip
+    return [LossCase(*sizes, dtype) for sizes in sizes_by_text.values()]
 
 
 @dataclass(slots=True)
@@ -160,8 +160,7 @@ def cut(x: HeadTensors) -> Tensor:
 def quack(x: HeadTensors) -> Tensor:
     """QuACK's, a chunk of rows at a time."""
     rows = 3072 if x.hidden.shape[-1] == 4096 else 4096  # its own 4096; square products fail in it
-    module = import_module("quack.linear_cross_entropy")
-    loss = module.chunked_linear_cross_entropy
+    loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
     return loss(x.hidden, x.weight, x.labels, chunk_size=rows, reduction="mean")
 
 

@@ -1,21 +1,14 @@
 """Rows of the LM head and loss as tables, and as a picture."""
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 
 from benchmarks import style as look
+from benchmarks import tables
 from benchmarks.sheets import LossRow
-from benchmarks.tables import (
-    Ratio,
-    check_named,
-    crossed,
-    listed,
-    milliseconds,
-    shown,
-    time_and_peak,
-)
 from megatron_burst.tools.units import in_units
 
 _IN_PAGES = {  # implementations, in the order of their columns
@@ -25,84 +18,72 @@ _IN_PAGES = {  # implementations, in the order of their columns
 }  # fmt: skip
 _GONE = "burst:auto"  # a mode of earlier commits
 _LEFT_OUT = _GONE, "megatron:unfused", "torch:linear"
+_head = attrgetter("tokens", "hidden", "vocab", "dtype", "ranks")  # what implementations share
+_line = attrgetter("ranks", "hidden", "vocab", "tokens")  # of tables and pictures
 
 
 def loss_table(rows: Sequence[LossRow]) -> str:
     """Markdown: one line a head and implementation, beside Megatron's fused loss where it ran."""
+
+    def times(row: LossRow) -> str:
+        if not row.ms:
+            return tables.time_and_peak(row)
+        return "{} ({}-{})".format(*map(tables.milliseconds, (row.ms, row.ms_min, row.ms_max)))
+
+    def of_native(row: LossRow) -> str:
+        ratio = tables.Ratio.of(native_of(row, rows), row)
+        return tables.shown(ratio and ratio.value, 2)
+
+    def errors(row: LossRow) -> str:
+        values = row.error_loss, row.error_dhidden, row.error_dweight
+        return "-" if None in values else ", ".join(f"{error:.1e}" for error in values)
+
+    def status(row: LossRow) -> str:
+        if row.status == "ok":
+            return "ok"
+        reason = textwrap.shorten(row.note.replace("|", "/"), 60, placeholder=" ...")
+        return f"{row.status}: {reason}"
+
     columns = {
         "tokens": lambda row: in_units(row.tokens),
         "h x V": lambda row: f"{row.hidden} x {in_units(row.vocab)}",
         "TP": lambda row: row.ranks,
         "impl": lambda row: row.impl,
-        **_measured(rows),
-        "status": lambda row: "ok" if row.status == "ok" else f"{row.status}: {_short(row.note)}",
+        "ms (min-max)": times,
+        "of Megatron's fused": of_native,
+        "of the matmul rate": lambda row: tables.shown(row.gemm_efficiency if row.ms else None, 2),
+        "GiB": lambda row: tables.shown(row.peak_gib if row.ms else None, 2),
+        "errors of loss, dX, dW": errors,
+        "status": status,
     }
-    return listed(columns, sorted(rows, key=_line))
+    return tables.listed(columns, sorted(rows, key=_line))
 
 
 def native_of(row: LossRow, rows: Sequence[LossRow]) -> LossRow | None:
     """Megatron's fused loss of the same head and day, if it ran: of several the nearest in time."""
     about, at = (_head(row), row.date[:10]), datetime.fromisoformat(row.date)
-    found = (
+    peers = (
         each for each in rows
         if (_head(each), each.date[:10]) == about and each.impl == "megatron:fused" and each.ms
     )  # fmt: skip
-    return min(found, key=lambda one: abs(datetime.fromisoformat(one.date) - at), default=None)
-
-
-def _measured(rows: Sequence[LossRow]) -> dict[str, Callable[[LossRow], str]]:
-    """Columns of a row's figures beside others'."""
-
-    def times(row: LossRow) -> str:
-        if not row.ms:
-            return time_and_peak(row)
-        return "{} ({}-{})".format(*map(milliseconds, (row.ms, row.ms_min, row.ms_max)))
-
-    def to_native(row: LossRow) -> str:
-        ratio = Ratio.of(native_of(row, rows), row)
-        return shown(ratio and ratio.value, 2)
-
-    def errors(row: LossRow) -> str:
-        found = row.error_loss, row.error_dhidden, row.error_dweight
-        return "-" if None in found else ", ".join(f"{error:.1e}" for error in found)
-
-    return {
-        "ms (min-max)": times,
-        "of Megatron's fused": to_native,
-        "of the matmul rate": lambda row: shown(row.gemm_efficiency if row.ms else None, 2),
-        "GiB": lambda row: shown(row.peak_gib if row.ms else None, 2),
-        "errors of loss, dX, dW": errors,
-    }
+    return min(peers, key=lambda one: abs(datetime.fromisoformat(one.date) - at), default=None)
 
 
 def heads_by_tokens(rows: Sequence[LossRow], size: str) -> str:
     """Markdown: a line for each number of tokens and ranks, a column an implementation, with
     milliseconds and GiB of its last row; of heads of one size, "4096x128K"."""
-    of_size = _of_size(rows, size)
+    of_size = [row for row in rows if f"{row.hidden}x{in_units(row.vocab)}" == size]
     cells = {(row.ranks, row.tokens, row.impl): row for row in of_size}
     names = {*_IN_PAGES, *_LEFT_OUT}
-    check_named("implementation", (row.impl for row in of_size), names, "loss_table.py")
+    tables.check_named("implementation", (row.impl for row in of_size), names, "loss_table.py")
     measured = {impl for *_, impl in cells}
     impls = {impl: name for impl, name in _IN_PAGES.items() if impl in measured}
     keys = sorted({key[:2] for key in cells})
     lines = {(ranks, tokens): [f"{in_units(tokens)}, {ranks}"] for ranks, tokens in keys}
-    return crossed(
+    return tables.crossed(
         ["tokens, GPUs (TP)"], lines, impls,
-        lambda line, impl: time_and_peak(cells.get((*line, impl))),
+        lambda line, impl: tables.time_and_peak(cells.get((*line, impl))),
     )  # fmt: skip
-
-
-def _of_size(rows: Sequence[LossRow], size: str) -> list[LossRow]:
-    return [row for row in rows if f"{row.hidden}x{in_units(row.vocab)}" == size]
-
-
-def _short(note: str) -> str:
-    """A reason shortened for a table; the CSV has all of it."""
-    return textwrap.shorten(note.replace("|", "/"), 60, placeholder=" ...")
-
-
-def _head(row: LossRow) -> tuple:
-    return row.tokens, row.hidden, row.vocab, row.dtype, row.ranks
 
 
 @look.optional
@@ -133,10 +114,6 @@ def draw_loss(rows: Sequence[LossRow], stem: Path) -> list[Path]:
     return [path]
 
 
-def _line(row: LossRow) -> tuple[int, int, int, int]:
-    return row.ranks, row.hidden, row.vocab, row.tokens
-
-
 def _words(line: tuple[int, int, int, int]) -> str:
     ranks, hidden, vocab, tokens = line
     tp = f"TP {ranks}, " if ranks > 1 else ""
@@ -159,9 +136,9 @@ def _draw_times(axis, rows: Sequence[LossRow], lines: Sequence[tuple]) -> None:
     ran = {row.impl for row in rows if row.ms}
     for row, y, style in _places([row for row in rows if _line(row) in least], lines):
         if row.ms:
-            spread = [[row.ms - row.ms_min], [row.ms_max - row.ms]]
             scale = least[_line(row)]
-            spread = [[max(0.0, ms) / scale for ms in side] for side in spread]
+            ends = row.ms - row.ms_min, row.ms_max - row.ms
+            spread = [[max(0.0, ms) / scale] for ms in ends]
             axis.errorbar(row.ms / scale, y, xerr=spread, fmt="o", ms=4, elinewidth=1, **style)
         else:
             edge = axis.get_yaxis_transform()

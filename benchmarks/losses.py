@@ -50,10 +50,10 @@ def _attention(variants: dict[str, str]) -> Lines:
     sheets = *((name,) for name in _CAUSAL), *((name, PACKED_CSV) for name in _PACKED)
     for each in (one.alike() for names in sheets for one in compare(sheet(*names))):
         words, place = each.problem.words(), each.problem
-        for name, said in variants.items():
+        for name, words_of_variant in variants.items():
             row = _by_itself(each) if name == "burst:auto" else each.rows.get(name)
             for peer in (each.fastest(impl) for impl in ("te", *LIBRARIES)):
-                if row and peer and (told := _told(row, peer)):
+                if row and peer and (cells := _loss_cells(row, peer)):
                     gpus = " + ".join([f"{place.ranks // place.nodes}"] * place.nodes)
                     sample = ", ".join(
                         f"{fact} {words[fact]}".removeprefix("mask ")
@@ -62,9 +62,9 @@ def _attention(variants: dict[str, str]) -> Lines:
                     )
                     line = (
                         f"{gpus} {gpu_of(row.gpu)}", words["heads"], words["S"], sample,
-                        said or row.mode, f"{peer.impl} `{peer.mode}`", told[2],
+                        words_of_variant or row.mode, f"{peer.impl} `{peer.mode}`", cells[2],
                     )  # fmt: skip
-                    lines.setdefault(line, {})[place.pass_] = told[0], told[1]
+                    lines.setdefault(line, {})[place.pass_] = cells[:2]
     for (*first, origin), passes in lines.items():
         forward, _ = passes.get("fwd", ("-", "-"))
         yield *first, *passes.get("fwd_bwd", ("-", "-")), forward, origin
@@ -87,7 +87,8 @@ def steps() -> Lines:
         for _, rows in runs_in(sheet(f"frontier_{name}", FRONTIER_CSV)):
             points = [point for point in points_of(rows) if point.ms]
             if {point.is_burst for point in points} == {True, False}:
-                runs[_trained(rows[0])] = rows, points
+                row = rows[0]
+                runs[row.model, row.layers, row.seq, row.documents, row.ranks] = rows, points
         for rows, points in runs.values():
             yield from _in_memory(rows, {point.name: point for point in points})
     for name in ("slices_2xh200", "tensor_4xh200"):
@@ -95,25 +96,18 @@ def steps() -> Lines:
         ours = {(row.seq, row.layers): row for row in rows if row.impl.startswith("burst")}
         for row in rows:
             own = ours.get((row.seq, row.layers))
-            if own and not row.impl.startswith("burst") and (told := _told(own, row)):
+            if own and not row.impl.startswith("burst") and (cells := _loss_cells(own, row)):
                 what = f"{own.model}, {own.layers} layers, {in_units(own.seq)}"
-                yield (
-                    f"{what}, {own.gpus} {gpu_of(own.gpu)}",
-                    f"`{own.impl}`",
-                    f"`{row.impl}`",
-                    *told,
-                )
+                step = f"{what}, {own.gpus} {gpu_of(own.gpu)}"
+                yield step, f"`{own.impl}`", f"`{row.impl}`", *cells
     for name in ("recompute_2xh200", "recompute_4xh200"):
         rows = {(row.seq, row.impl, row.mode): row for row in sheet(name, RECOMPUTE_CSV) if row.ms}
         for (seq, impl, mode), own in rows.items():
             peer = rows.get((seq, "megatron", _LIKE.get(mode)))
-            if impl == "burst" and peer and (told := _told(own, peer)):
+            if impl == "burst" and peer and (cells := _loss_cells(own, peer)):
                 what = f"{own.note.split()[0]} layers of Llama-3-8B, {in_units(seq)}"
-                yield f"{what}, {own.ranks} {gpu_of(own.gpu)}", f"`{mode}`", f"`{peer.mode}`", *told
-
-
-def _trained(row: Any) -> tuple:
-    return row.model, row.layers, row.seq, row.documents, row.ranks
+                step = f"{what}, {own.ranks} {gpu_of(own.gpu)}"
+                yield step, f"`{mode}`", f"`{peer.mode}`", *cells
 
 
 def _in_memory(rows: list, points: dict[str, Point]) -> Lines:
@@ -148,15 +142,15 @@ def loss() -> Lines:
     }  # fmt: skip
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for (ranks, hidden, vocab, tokens, name, peer), pair in sorted(newest.items()):
-        if told := _told(*pair):
+        if cells := _loss_cells(*pair):
+            ratio, gib, origin = cells
             head = f"{in_units(tokens)}, {ranks}", f"{hidden} x {in_units(vocab)}"
-            modes = lines.setdefault((*head, f"`{peer}`", told[2]), {})
-            modes[name] = f"{told[0]}; {told[1]}"
+            lines.setdefault((*head, f"`{peer}`", origin), {})[name] = f"{ratio}; {gib}"
     for (*first, origin), modes in lines.items():
         yield *first, *(modes.get(name, "-") for name in _MODES), origin
 
 
-def _told(row: Any, peer: Any) -> tuple[str, ...]:
+def _loss_cells(row: Any, peer: Any) -> tuple[str, ...]:
     """Cells of a ratio, memory and where they come from, if one of them is worse for burst. Of
     rows of two commits or machines memory counts alone."""
     ratio = Ratio.of(row, peer)
@@ -175,8 +169,8 @@ def _told(row: Any, peer: Any) -> tuple[str, ...]:
 
 def _origin(row: Any, count: int = 0) -> str:
     """The day, commit and machine of a row, and how many repetitions it has."""
-    said = re.search(r"(\d+) repetition", row.note)
-    count = count or len(times_of(row)) or int(said[1] if said else 0)
+    noted = re.search(r"(\d+) repetition", row.note)
+    count = count or len(times_of(row)) or int(noted[1] if noted else 0)
     return "; ".join([", ".join([row.date[:10], *measured_by(row)]), *[f"{count}"] * bool(count)])
 
 

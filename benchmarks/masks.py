@@ -45,13 +45,13 @@ class Case:
     @property
     def pairs(self) -> int:
         """(query, key) pairs, slice by slice."""
-        found = 0
+        count = 0
         for q_start, q_stop, k_start, k_stop, kind in self.slices.tolist():
             rows, keys = q_stop - q_start, k_stop - k_start
             assert kind == slices.FULL or rows <= keys
             edges = (kind & slices.CAUSAL > 0) + (kind & slices.INVERSE > 0)
-            found += rows * keys - edges * rows * (rows - 1) // 2
-        return found
+            count += rows * keys - edges * rows * (rows - 1) // 2
+        return count
 
 
 def cases(seq: int, heads: int, device: torch.device, dtype: torch.dtype) -> dict[str, Case]:
@@ -62,7 +62,7 @@ def cases(seq: int, heads: int, device: torch.device, dtype: torch.dtype) -> dic
     seen = torch.cat((first, torch.tensor([[127, seq, 0, seq, slices.BOTH]])))
     alive = torch.rand(part, part, generator=torch.Generator().manual_seed(0)) < 0.25
     alive = (alive | torch.eye(part).bool()).tril()
-    found = {
+    by_name = {
         "causal": Case({}, causal, ""),
         "causal with sinks": Case({"sink": sink}, causal),
         "window 128": Case(window, seen, ""),
@@ -78,12 +78,12 @@ def cases(seq: int, heads: int, device: torch.device, dtype: torch.dtype) -> dic
         "16 answers as slices": slices.tree(lengths, parents),
         "random tree as slices": slices.tree(*(of_any := random_tree(seq, depth=6))),
     }
-    found |= {name: Case({"causal": False, "slices": x}, x) for name, x in drawn.items()}
+    by_name |= {name: Case({"causal": False, "slices": x}, x) for name, x in drawn.items()}
     trees = {"16 answers": (lengths, parents), "random tree": of_any}
     for name, of in trees.items():
         starts = torch.tensor([0, *accumulate(of[0])], dtype=torch.int32)
-        found[name] = Case({"cu_seqlens": starts, "prefix_tree": of[1]}, slices.tree(*of))
-    return found
+        by_name[name] = Case({"cu_seqlens": starts, "prefix_tree": of[1]}, slices.tree(*of))
+    return by_name
 
 
 def random_tree(seq: int, depth: int) -> tuple[list[int], list[int]]:
@@ -138,9 +138,9 @@ def main(
         if not case.beside or not any(word in name for word in only.split(",")):
             continue
         other = every[case.beside]
-        both = [runs_of(one, tensors, config) for one in (case, other)]
+        passes = [runs_of(one, tensors, config) for one in (case, other)]
         for pass_, products in (("fwd", 4), ("bwd", 10)):
-            runs = {"own": both[0][pass_], "other": both[1][pass_]}
+            runs = {"own": passes[0][pass_], "other": passes[1][pass_]}
             own, others = on_one(runs, turns, device).values()
             flops = [products * one.pairs * counts[0] * dim for one in (case, other)]
             ratio, measured = Ratio.paired(own, others).value * flops[0] / flops[1], spread(own)

@@ -11,18 +11,11 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from benchmarks import packed_peers as packed
 from benchmarks.attention import FewReps, Kind, measure, show
 from benchmarks.documents import KINDS, SEED, multiple_for
 from benchmarks.impls import Impl, impls_of
 from benchmarks.packed_cases import PRESETS, Problem, grid_of, packed_problems
-from benchmarks.packed_peers import (
-    Flex,
-    PackedBurst,
-    PackedCeiling,
-    PackedTransformerEngine,
-    PackedUlysses,
-    Sample,
-)
 from benchmarks.peers import Peer
 from benchmarks.runner import App, Budget, Dtype, Out, Plan, usual_dtype
 from benchmarks.sheets import PACKED_CSV
@@ -36,10 +29,11 @@ _LAYOUTS = ("", Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS)
 app = App()
 
 PEERS: dict[str, type[Peer]] = {
-    "burst": PackedBurst, "before": PackedBurst, "te": PackedTransformerEngine,
-    "ulysses": PackedUlysses, "flex": Flex, "ceiling": PackedCeiling,
+    "burst": packed.PackedBurst, "before": packed.PackedBurst,
+    "te": packed.PackedTransformerEngine, "ulysses": packed.PackedUlysses, "flex": packed.Flex,
+    "ceiling": packed.PackedCeiling,
 }  # fmt: skip
-PACKED = Kind(PEERS, Sample, PACKED_CSV)
+PACKED = Kind(PEERS, packed.Sample, PACKED_CSV)
 
 
 def plan_of(problems: Sequence[Problem], **limits: Any) -> Plan:
@@ -50,7 +44,7 @@ def plan_of(problems: Sequence[Problem], **limits: Any) -> Plan:
 
 def packed_impls(texts: Sequence[str]) -> tuple[Impl, ...]:
     """All that `--impl` names; burst's layout stays behind an @ of the mode."""
-    found = []
+    every = []
     for text in texts:
         plain, at, layout = text.partition("@")
         impls = (Impl("flex", "ptrr"),) if plain == "flex" else impls_of((plain,))
@@ -62,8 +56,8 @@ def packed_impls(texts: Sequence[str]) -> tuple[Impl, ...]:
                 f"{', '.join(_LAYOUTS[1:])}, te[:MODE], ulysses[:BACKEND], flex, "
                 "ceiling[:BACKEND], before"
             )
-        found += [replace(impl, mode=f"{impl.mode}{at}{layout}") for impl in impls]
-    return tuple({str(impl): impl for impl in found}.values())
+        every += [replace(impl, mode=f"{impl.mode}{at}{layout}") for impl in impls]
+    return tuple({str(impl): impl for impl in every}.values())
 
 
 @app.command()

@@ -39,7 +39,6 @@ class PackedCase(Case):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the documents."""
         if not self.documents:
             return (self.seq,)
         return lengths_of(self.documents, self.seq, self.seed, self.multiple)
@@ -145,7 +144,6 @@ class PackedGrid:
     windows: Sequence[int] = ()
 
     def cases(self) -> tuple[PackedCase, ...]:
-        """The product."""
         what = (*self.documents, *self.windows) or ("drawn",)
         every = product(self.seqs or (128 * _K,), self.heads or (_MANY,), what)
         return tuple(_case(*each) for each in every)

@@ -6,12 +6,13 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmarks.impls import Impl
-from benchmarks.library_peers import Ulysses, mesh_of, over_ranks
+from benchmarks.library_peers import Ulysses, over_ranks
 from benchmarks.packed_cases import PackedCase
-from benchmarks.peers import Autograd, Burst, Ceiling, Shard
+from benchmarks.peers import Autograd, Burst, Ceiling, Shard, tensors_of
 from benchmarks.te import TransformerEngine
 from megatron_burst.kernels.interface import QuerySide
 from megatron_burst.kernels.masks.parts import Parts
@@ -65,23 +66,10 @@ class Sample:
     def rows(self, places: Tensor) -> PackedShard:
         """Rows at these positions, of tensors that all ranks draw alike."""
         case, world = self.case, self.world
-        q, k, v, dout = self._tensors(places.to(world.device))
-        cu_seqlens = torch.tensor(case.edges, dtype=torch.int32, device=world.device)
-        leaves = (x.detach().requires_grad_() for x in (q, k, v))
-        return PackedShard(case, *leaves, dout, places, cu_seqlens, max(case.lengths))
-
-    def _tensors(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v as views of a fused projection's output, and dout; see `draw_shard`."""
-        case, device = self.case, self.world.device
-        generator = torch.Generator(device).manual_seed(case.seed)
-        options = {"generator": generator, "device": device, "dtype": getattr(torch, case.dtype)}
-        group = case.heads_q // case.heads_kv * case.head_dim_qk
-        widths = (group, case.head_dim_qk, case.head_dim_v)
-        mixed = torch.randn(case.seq, 1, case.heads_kv, sum(widths), **options)[places]
-        q, k, v = mixed.split(widths, dim=-1)
-        q = q.reshape(len(places), 1, case.heads_q, case.head_dim_qk)
-        dout = torch.randn(case.seq, 1, case.heads_q, case.head_dim_v, **options)[places]
-        return q, k, v, dout
+        device = world.device
+        tensors = tensors_of(case, case.seq, case.seed, device, places.to(device))
+        cu_seqlens = torch.tensor(case.edges, dtype=torch.int32, device=device)
+        return PackedShard(case, *tensors, places, cu_seqlens, max(case.lengths))
 
 
 class Packed(Autograd):
@@ -101,10 +89,8 @@ class Packed(Autograd):
         rows = [x.detach().reshape(len(places), -1)[chosen.to(x.device)].cpu() for x in results]
         everyone = self.world.gather((places[chosen], rows))
         order = torch.cat([where for where, _ in everyone]).argsort()
-        return tuple(
-            torch.cat(theirs)[order].float()
-            for theirs in zip(*(rows for _, rows in everyone), strict=True)
-        )
+        results_of_ranks = zip(*(rows for _, rows in everyone), strict=True)
+        return tuple(torch.cat(shards)[order].float() for shards in results_of_ranks)
 
 
 class PackedBurst(Packed, Burst):
@@ -120,13 +106,10 @@ class PackedBurst(Packed, Burst):
         if case.documents:
             documents = {"cu_seqlens": shard.cu_seqlens, "max_seqlen": shard.longest}
             documents["prefix_tree"] = case.parents
-        return self.call(
-            *(x.squeeze(1) for x in (q, k, v)),
-            window=None if case.window is None else (case.window, 0),
-            layout=self.layout or case.layout.value,
-            qkv_format="thd",
-            **documents,
-        )
+        q, k, v = (x.squeeze(1) for x in (q, k, v))
+        window = None if case.window is None else (case.window, 0)
+        layout = self.layout or case.layout.value
+        return self.call(q, k, v, window=window, layout=layout, qkv_format="thd", **documents)
 
 
 class PackedTransformerEngine(Packed, TransformerEngine):
@@ -245,8 +228,8 @@ class Flex(Packed):
         return balancer._generate_indices()[0].chunk(size)[rank].cpu(), mask
 
     @cached_property
-    def mesh(self) -> torch.distributed.device_mesh.DeviceMesh:
-        return mesh_of(self.world)
+    def mesh(self) -> DeviceMesh:
+        return DeviceMesh.from_group(self.world.group, self.world.device.type)
 
     @cached_property
     def attention(self) -> torch.nn.Module:

@@ -40,20 +40,28 @@ class Shard:
     dout: Tensor  # [s_local, b, h, d_v]
 
 
-def draw_shard(case: Case, world: World) -> Shard:
-    """Random tensors of this rank: the output of a fused projection, taken apart.
+def tensors_of(
+    case: Case, rows: int, seed: int, device: torch.device, places: Tensor | slice = slice(None)
+) -> list[Tensor]:
+    """Random q, k, v, the output of a fused projection, taken apart, and dout: of so many rows
+    those at these places.
 
     Source: megatron/core/transformer/attention.py, get_query_key_value_tensors, core_v0.19.0.
     """
-    generator = torch.Generator(world.device).manual_seed(world.rank)
-    options = {"generator": generator, "device": world.device, "dtype": getattr(torch, case.dtype)}
-    rows, per_group = case.seq // world.size, case.heads_q // case.heads_kv
-    widths = (per_group * case.head_dim_qk, case.head_dim_qk, case.head_dim_v)
-    mixed = torch.randn(rows, case.batch, case.heads_kv, sum(widths), **options)
+    generator = torch.Generator(device).manual_seed(seed)
+    options = {"generator": generator, "device": device, "dtype": getattr(torch, case.dtype)}
+    group = case.heads_q // case.heads_kv * case.head_dim_qk
+    widths = (group, case.head_dim_qk, case.head_dim_v)
+    mixed = torch.randn(rows, case.batch, case.heads_kv, sum(widths), **options)[places]
     q, k, v = mixed.split(widths, dim=-1)
-    q = q.reshape(rows, case.batch, case.heads_q, case.head_dim_qk)
-    dout = torch.randn(rows, case.batch, case.heads_q, case.head_dim_v, **options)
-    return Shard(case, *(x.detach().requires_grad_() for x in (q, k, v)), dout)
+    q = q.reshape(len(q), case.batch, case.heads_q, case.head_dim_qk)
+    dout = torch.randn(rows, case.batch, case.heads_q, case.head_dim_v, **options)[places]
+    return [*(x.detach().requires_grad_() for x in (q, k, v)), dout]
+
+
+def draw_shard(case: Case, world: World) -> Shard:
+    """Random tensors of this rank."""
+    return Shard(case, *tensors_of(case, case.seq // world.size, world.rank, world.device))
 
 
 class Peer(ABC):
@@ -184,7 +192,6 @@ class Kernel(Peer):
         """Query and KV heads that this rank computes; none if no query head."""
 
     def seen(self, case: Case) -> tuple[Mask, Visible]:
-        """See `seen`."""
         return seen(case)
 
     def prepare(self, shard: Shard) -> None:

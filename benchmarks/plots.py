@@ -85,26 +85,15 @@ def _panel(axis: Axes, members: list[Comparison], kind: Kind, colours: Mapping[s
     """Bars with their spread for implementations that communicate, crosses for those that cannot
     run, lines for the bounds."""
     bounds = [name for name in colours if name.partition(":")[0] in _LINES]
+    styles = {n: {"color": colour, "label": look.words_of(n)} for n, colour in colours.items()}
     width = 0.8 / max(1, *(len(each.rows.keys() - set(bounds)) for each in members))
     for x, each in enumerate(members):
         names = [name for name in colours if name in each.rows and name not in bounds]
         for place, name in enumerate(names):
             at = x + (place - (len(names) - 1) / 2) * width
-            _bar(
-                axis,
-                at,
-                width,
-                each.rows[name],
-                kind,
-                color=colours[name],
-                label=look.words_of(name),
-            )
+            _bar(axis, at, width, each.rows[name], kind, **styles[name])
     for name in bounds if kind == "tflops" else ():
-        style = {
-            "color": colours[name],
-            "ls": _LINES[name.partition(":")[0]],
-            "label": look.words_of(name),
-        }
+        style = styles[name] | {"ls": _LINES[name.partition(":")[0]]}
         for x, each in enumerate(members):
             if name in each.rows and each.rows[name].ms:
                 axis.hlines(each.rows[name].tflops_per_gpu, x - 0.45, x + 0.45, **style)
@@ -147,14 +136,19 @@ def gains_of(rows: Sequence[Row]) -> list[Gains]:
     """
     kinds: dict[str, Gains] = {}
     for each in sorted(compare(rows), key=_place):
-        burst, te = each.burst, each.best_te
-        if each.problem.pass_ != "fwd_bwd" or burst is None or te is None:
+        burst, te, problem = each.burst, each.best_te, each.problem
+        if problem.pass_ != "fwd_bwd" or burst is None or te is None:
             continue
         check_alike(each, [burst, te])
-        label = _label(each.problem)
+        gpus = problem.ranks // problem.nodes
+        place = f"{gpus} GPU{'s' * (gpus > 1)}"
+        if problem.nodes > 1:
+            place = f"{problem.nodes} emulated nodes x {place}"
+        label = f"{_kind(problem)}\n{place}"
         gains = kinds.setdefault(label, Gains(label))
         gains.speed.append(Ratio.of(burst, te).value)
-        gains.memory.extend(_memory(each))
+        if burst.peak_gib and te.peak_gib:
+            gains.memory.append(te.peak_gib / burst.peak_gib)
     return [gains for gains in kinds.values() if len(gains.speed) > 1]
 
 
@@ -166,19 +160,6 @@ def _kind(problem: Problem) -> str:
     if problem.mask == "causal":
         return "causal"
     return "sliding window" if problem.mask.startswith("window") else "packed documents"
-
-
-def _label(problem: Problem) -> str:
-    gpus = problem.ranks // problem.nodes
-    place = f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
-    if problem.nodes > 1:
-        place = f"{problem.nodes} emulated nodes x {place}"
-    return f"{_kind(problem)}\n{place}"
-
-
-def _memory(each: Comparison) -> list[float]:
-    ours, theirs = each.burst.peak_gib, each.best_te.peak_gib
-    return [theirs / ours] if ours and theirs else []
 
 
 def draw_gains(rows: Sequence[Row], path: Path) -> None:

@@ -177,9 +177,8 @@ def predicted(row: Published) -> Candidate:
 
 
 def _line(row: Published) -> tuple[str, ...]:
-    """One row of the table."""
-    found = predicted(row)
-    gb, time = found.memory.peak / 1e9, found.time
+    plan = predicted(row)
+    gb, time = plan.memory.peak / 1e9, plan.time
     tokens = ("", f"{time.tokens}", "")
     if row.tokens:
         error = time.tokens_per_gpu / row.tokens - 1

@@ -59,12 +59,12 @@ class Ranks(NamedTuple):
 
     def scattered(self, x: Tensor) -> Tensor:
         """This rank's rows of the sum of all ranks' tensors [1, s, n]."""
-        mine = torch.empty_like(x.chunk(self.size, 1)[0])
+        rows = torch.empty_like(x.chunk(self.size, 1)[0])
         if self.alone:
-            return mine.copy_(x.chunk(self.size, 1)[self.rank])
+            return rows.copy_(x.chunk(self.size, 1)[self.rank])
         if x.is_cuda:
-            dist.reduce_scatter_tensor(mine, x.contiguous(), group=self.world.group)
-            return mine
+            dist.reduce_scatter_tensor(rows, x.contiguous(), group=self.world.group)
+            return rows
         return self.total(x).chunk(self.size, 1)[self.rank]  # gloo scatters no sums
 
     def gathered(self, x: Tensor) -> Tensor:

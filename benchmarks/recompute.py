@@ -5,10 +5,11 @@ python -m benchmarks.recompute --help
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -41,40 +42,36 @@ def measure(plan: runner.Plan, world: World, say: Callable[[str], None] | None =
     from benchmarks.stack import start  # Megatron warns: after what is refused
 
     start(world.device.type == "cpu", world.size)
+    plan = replace(plan, reps=plan.reps or _REPS)
     out_of_time, link = runner.clock(plan.budget_s), link_speed(world)
 
-    def rows_of(what: _What) -> list[Row]:
-        made = _Part(*what, plan, world, link, out_of_time).rows()
-        return runner.save(plan.out, world, made, RECOMPUTE_CSV)
+    def rows_of(part: _Part) -> list[Row]:
+        return runner.save(plan.out, world, part.rows(), RECOMPUTE_CSV)
 
     every = product(plan.cases, dict.fromkeys(mode.impl for mode in plan.impls))
-    return runner.sweep([_What(*pair) for pair in every], rows_of, world, out_of_time, say)
+    parts = [_Part(*pair, plan, world, link, out_of_time) for pair in every]
+    return runner.sweep(parts, rows_of, world, out_of_time, say)
 
 
-class _What(NamedTuple):
-    """A problem, and whose attention."""
-
-    widths: Widths
-    impl: str
-
-    def __str__(self) -> str:
-        return f"{self.widths}; attention: {self.impl}"
-
-
+@dataclass(slots=True)
 class _Part:
     """One problem with one attention: its modes share the weights, and turns."""
 
-    def __init__(
-        self, widths: Widths, impl: str, plan: runner.Plan, world: World, link: str,
-        out_of_time: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        self.widths, self.impl, self.plan, self.world = widths, impl, plan, world
-        self.link, self.out_of_time, self.reps = link, out_of_time, plan.reps or _REPS
-        self.stack: Stack | None = None
-        self.failures: dict[str, str] = {}
-        self.peaks: dict[str, float | None] = {}
-        self.alone: dict[str, list[float]] = {}  # ms of the run whose memory is measured
-        self.facts: dict[str, str] = {}  # after the repetitions of all modes
+    widths: Widths
+    impl: str  # whose attention
+    plan: runner.Plan
+    world: World
+    link: str
+    out_of_time: Callable[[], bool]
+    stack: "Stack | None" = None
+    failures: dict[str, str] = field(default_factory=dict)
+    peaks: dict[str, float | None] = field(default_factory=dict)
+    # ms of the run whose memory is measured
+    alone: dict[str, list[float]] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)  # after the repetitions of all modes
+
+    def __str__(self) -> str:
+        return f"{self.widths}; attention: {self.impl}"
 
     def rows(self) -> list[Row]:
         """Measure, then free everything."""
@@ -86,40 +83,37 @@ class _Part:
                 self.failures[str(mode)] = reason
         able = {str(mode): mode for mode in modes if str(mode) not in self.failures}
         runs = {name: partial(self._run, mode) for name, mode in able.items()}
-        times = self._times(runs) if self.reps > 1 else self.alone
+        times = self._times(runs) if self.plan.reps > 1 else self.alone
         self.facts = stamp(self.world.device)
-        made = [self._row(mode, times.get(str(mode))) for mode in modes]
-        if able:
-            made.append(self._attention_row())
+        rows = [self._row(mode, times.get(str(mode))) for mode in modes]
+        if able:  # what keeping can save: the forward pass of attention alone
+            self.stack.use(Mode(self.impl, "off", "off"))
+            (ms,) = self._times({ATTENTION: self.stack.attention_alone()}).values()
+            flops = self.widths.attention_flops
+            rows.append(self._row(Mode(self.impl, ATTENTION), ms, "fwd", flops))
         self.stack = None
         clean_up(self.world)
-        return made
+        return rows
 
     def _times(self, runs: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-        return runner.interleave(runs, self.reps, self.world, self.out_of_time)
+        return runner.interleave(runs, self.plan.reps, self.world, self.out_of_time)
 
     def _build(self) -> None:
         from benchmarks.stack import Stack
 
         self.stack = Stack(self.widths, burst=self.impl == "burst")
 
-    def _attention_row(self) -> Row:
-        """What keeping can save: the forward pass of attention alone."""
-        self.stack.use(Mode(self.impl, "off", "off"))
-        (ms,) = self._times({"attention": self.stack.attention_alone()}).values()
-        return self._row(Mode(self.impl, ATTENTION), ms, "fwd", self.widths.attention_flops)
-
     def _try_out(self, mode: Mode) -> str | None:
         """Run it twice: the first pass allocates what stays, the second's memory counts."""
-        world, name, mine = self.world, str(mode), []
-        failure = attempt(partial(self._run, mode), world)
+        world, name, times = self.world, str(mode), []
+        run = partial(self._run, mode)
+        failure = attempt(run, world)
         clean_up(world)
         memory = Memory(world)
         memory.restart()
-        run = partial(self._run, mode)
-        failure = failure or attempt(lambda: mine.append(timed_ms(run, world)), world)
+        failure = failure or attempt(lambda: times.append(timed_ms(run, world)), world)
         self.peaks[name] = None if failure else memory.peak_gib(0)
-        self.alone[name] = [] if failure else [max(world.gather(mine[0]))]
+        self.alone[name] = [] if failure else [max(world.gather(times[0]))]
         clean_up(world)
         return failure
 

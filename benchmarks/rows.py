@@ -151,9 +151,9 @@ def _difference(head: Sequence[str], columns: Sequence[str]) -> str:
     if len(missing) + len(unknown) > _FEW:
         first = f"no column {missing[0]}" if missing else f"the unknown column {unknown[0]!r}"
         return f"{first} and {len(missing) + len(unknown) - 1} other differences"
-    said = [f"no column {', '.join(missing)}"] if missing else []
-    said += [f"the unknown column {name!r}{nearest(name, missing)}" for name in unknown]
-    return " and ".join(said) or "them twice or in another order"
+    differences = [f"no column {', '.join(missing)}"] if missing else []
+    differences += [f"the unknown column {name!r}{nearest(name, missing)}" for name in unknown]
+    return " and ".join(differences) or "them twice or in another order"
 
 
 def _row_of(cells: Sequence[str], kind: type, where: str) -> Any:

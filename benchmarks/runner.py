@@ -5,7 +5,6 @@ A benchmark declares its problems, what measures one of them, and the kind of it
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Annotated, Any, Literal
@@ -21,6 +20,7 @@ from megatron_burst.tools.world import World, timed_ms
 Out = Annotated[Path, Option(help="CSV to append to")]
 OutFile = Annotated[Path, Argument(metavar="OUT", help="CSV to append to")]
 Csvs = Annotated[list[Path], Argument(help="CSV files of one kind")]
+Files, Words = list[Path] | None, list[str] | None  # of options that may be repeated
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32", "float64"] | None,
     Option(help="default: bfloat16 on GPUs, float32 on CPU"),
@@ -39,16 +39,7 @@ class App(Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Callable], Callable]:
         register = super().command(name, **options)
-
-        def wrapped(run: Callable) -> Callable:
-            @wraps(run)
-            def command(*args: Any, **more: Any) -> None:
-                with in_one_sentence():
-                    run(*args, **more)
-
-            return register(command)
-
-        return wrapped
+        return lambda run: register(in_one_sentence()(run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +125,7 @@ def interleave(
         before: called with the name before each repetition, untimed.
     """
     counts = dict.fromkeys(runs, reps) if isinstance(reps, int) else reps
-    mine: dict[str, list[float]] = {name: [] for name in runs}
+    own: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(max((counts[name] for name in runs), default=0)):
         if turn and world.decide(out_of_time()):
             break
@@ -143,9 +134,9 @@ def interleave(
                 world.progress.now(f"{name}: repetition {turn + 1} of {counts[name]}")
                 if before:
                     before(name)
-                mine[name].append(timed_ms(runs[name], world))
-    everyone = world.gather(mine)
-    return {name: slowest(theirs[name] for theirs in everyone) for name in runs}
+                own[name].append(timed_ms(runs[name], world))
+    of_ranks = world.gather(own)
+    return {name: slowest(times[name] for times in of_ranks) for name in runs}
 
 
 def in_turn[T](names: Mapping[T, Any] | Sequence[T], turn: int) -> list[T]:

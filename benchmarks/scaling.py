@@ -10,6 +10,7 @@ recomputes them. Measured steps are points, planned ones lines.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ import typer
 from typer import Argument, Option
 
 from benchmarks.rows import append, check_appendable, read
-from benchmarks.runner import App, Machine, OutFile
+from benchmarks.runner import App, Files, Machine, OutFile
 from benchmarks.sheets import SLICES_CSV, SliceRow
 from benchmarks.slice_cases import PER_GPU, SEEDS, STRONG, Slice
 from benchmarks.slices import predicted, result_of
@@ -44,22 +45,20 @@ def of_kind(rows: Sequence[SliceRow], kind: str) -> list[SliceRow]:
 
 def lines_of(rows: Sequence[SliceRow], kind: str) -> dict[str, list[tuple[int, float]]]:
     """Points (GPUs, value) by model and implementation; of equal ones the newest."""
-    found: dict[str, dict[int, float]] = {}
+    lines: dict[str, dict[int, float]] = {}
     for row in of_kind(rows, kind):
         value = row.tflops_per_gpu if kind == "weak" else row.ms / 1e3
-        found.setdefault(f"{row.model} {row.impl}", {})[row.gpus] = value
-    return {name: sorted(points.items()) for name, points in found.items()}
+        lines.setdefault(f"{row.model} {row.impl}", {})[row.gpus] = value
+    return {name: sorted(points.items()) for name, points in lines.items()}
 
 
 def runs_of(gpus: Sequence[int], machine: Hardware) -> Iterator[tuple[Slice, str, int]]:
     """The runs of both kinds that so many GPUs can share evenly, each once."""
-    for count in gpus:
-        for what in SEEDS:
-            for seq in sorted({PER_GPU * count, STRONG}):
-                for impl in ("burst", "tp"):
-                    inside = count <= machine.node.gpus and what.heads_q % count == 0
-                    if impl == "burst" or inside:
-                        yield replace(what, seq=seq), impl, count
+    for count, what in product(gpus, SEEDS):
+        is_inside = count <= machine.node.gpus and what.heads_q % count == 0
+        impls = ("burst", "tp") if is_inside else ("burst",)
+        for seq, impl in product(sorted({PER_GPU * count, STRONG}), impls):
+            yield replace(what, seq=seq), impl, count
 
 
 @app.command()
@@ -82,8 +81,8 @@ def plan(
 @app.command()
 def draw(
     path: Annotated[Path, Argument(metavar="PICTURE", help="what is written, e.g. scaling.png")],
-    measured: Annotated[list[Path] | None, Option(help="of benchmarks/slices.py")] = None,
-    planned: Annotated[list[Path] | None, Option(help="of the command plan")] = None,
+    measured: Annotated[Files, Option(help="of benchmarks/slices.py")] = None,
+    planned: Annotated[Files, Option(help="of the command plan")] = None,
 ) -> None:
     """Draw weak and strong scaling: measured steps are open points, planned ones lines."""
     check_writable(_WHO, "PICTURE", path)

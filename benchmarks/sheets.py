@@ -91,19 +91,16 @@ SmokeRow = _row("SmokeRow", "what ratio gpu date versions")
 # fmt: on
 
 
-def _of_layers(row: Any) -> bool:
-    return writes(row.impl, row.mode)
-
-
-def _of_attention(row: Any) -> bool:
-    return not _of_layers(row)
-
-
 COLUMNS = columns_of(Row)
 _BESIDE_MS = "ms_min", "ms_max", "tflops_per_gpu"
-_OF_LAYERS, _OF_ATTENTION = "benchmarks.show recompute", "benchmarks.show table"
-ATTENTION_CSV = Sheet("benchmarks.attention", Row, _BESIDE_MS, _of_attention, _OF_LAYERS)
-RECOMPUTE_CSV = Sheet("benchmarks.recompute", Row, _BESIDE_MS, _of_layers, _OF_ATTENTION)
+ATTENTION_CSV = Sheet(
+    "benchmarks.attention", Row, _BESIDE_MS, lambda row: not writes(row.impl, row.mode),
+    "benchmarks.show recompute",
+)  # fmt: skip
+RECOMPUTE_CSV = Sheet(
+    "benchmarks.recompute", Row, _BESIDE_MS, lambda row: writes(row.impl, row.mode),
+    "benchmarks.show table",
+)  # fmt: skip
 PACKED_CSV = Sheet("benchmarks.packed", PackedRow, _BESIDE_MS)
 ANY_CSV = Sheet("benchmarks.attention, benchmarks.recompute or predict.py", Row)
 ANY_PACKED_CSV = Sheet("benchmarks.packed or predict.py", PackedRow)

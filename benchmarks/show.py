@@ -180,33 +180,31 @@ def smoke(
     A ratio is the speed of burst, or of one of its kernels, to that of a peer in the same run:
     above 1 is faster. What is expected was measured on the GPU that its row names; clocks and heat
     move ratios by about 2 %."""
-    found = ratios(out)
+    measured = ratios(out)
     rows = read([EXPECTED], sheets.SMOKE_CSV) if EXPECTED.exists() else ()
     known = {row.what: row for row in rows}
     print(f"{'ratio':>7} {'expected':>9}   what")
-    for what, (ratio, *_) in found.items():
-        there = known.get(what)
-        said = f"{there.ratio:9.3f}" if there else f"{'-':>9}"
-        far = there and abs(ratio / there.ratio - 1) > 0.03
-        print(f"{ratio:7.3f} {said} {'!' if far else ' '} {what}")
-    if missing := [what for what in known if what not in found]:
+    for what, (ratio, *_) in measured.items():
+        row = known.get(what)
+        expected = f"{row.ratio:9.3f}" if row else f"{'-':>9}"
+        is_far = row and abs(ratio / row.ratio - 1) > 0.03
+        print(f"{ratio:7.3f} {expected} {'!' if is_far else ' '} {what}")
+    if missing := [what for what in known if what not in measured]:
         print(f"not measured: {'; '.join(missing)}")
     if keep:
         date = now()
         rows = [
             sheets.SmokeRow(what=what, ratio=ratio, gpu=gpu, date=date, versions=versions)
-            for what, (ratio, gpu, versions) in found.items()
+            for what, (ratio, gpu, versions) in measured.items()
         ]
         append(EXPECTED, rows, sheets.SMOKE_CSV)
 
 
 def ratios(folder: Path) -> dict[str, tuple[float, str, str]]:
     """(ratio, GPU, versions) by what was measured; of equal ones the last."""
-    found = {}
-    for name, of in _MEASURED.items():
-        path = folder / f"{name}.csv"
-        found |= {what: rest for what, *rest in of(path)} if path.exists() else {}
-    return {what: tuple(rest) for what, rest in found.items()}
+    files = {folder / f"{name}.csv": ratios_in for name, ratios_in in _MEASURED.items()}
+    tables = (ratios_in(path) for path, ratios_in in files.items() if path.exists())
+    return {what: tuple(figures) for table in tables for what, *figures in table}
 
 
 def _of_kernels(path: Path) -> Iterator[tuple]:

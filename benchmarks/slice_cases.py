@@ -63,11 +63,8 @@ class Slice:
     @property
     def flags(self) -> list[str]:
         """Megatron's, of the model and its training."""
-        more = f"""
-        --train-iters {WARM_UP + STEPS} --lr 1e-5 --lr-decay-style constant --mock-data
-        {RECOMPUTE}
-        """
-        return [*self.shape, *more.split()]
+        training = f"--train-iters {WARM_UP + STEPS} --lr 1e-5 --lr-decay-style constant"
+        return [*self.shape, *training.split(), "--mock-data", *RECOMPUTE.split()]
 
 
 _8B = Slice("8b", 1 << 20, 2, 4096, 14336, 32, 8, 128256)

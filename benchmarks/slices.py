@@ -26,7 +26,7 @@ from benchmarks import slice_cases as cases
 from benchmarks.facts import planner_stamp, stamp
 from benchmarks.impls import pick
 from benchmarks.rows import append, check_appendable
-from benchmarks.runner import App, Budget, Machine, OutFile, best_device, clock
+from benchmarks.runner import App, Budget, Machine, OutFile, Words, best_device, clock
 from benchmarks.sheets import SLICES_CSV, SliceRow
 from megatron_burst.errors import require
 from megatron_burst.tools.hardware import GIB, Hardware
@@ -37,16 +37,13 @@ from megatron_burst.tools.terminal import Nodes
 from megatron_burst.tools.units import in_units
 
 ROOT = Path(__file__).resolve().parents[1]
+_ON_GPU = """
+--bf16 --transformer-impl transformer_engine --no-gradient-accumulation-fusion
+--no-masked-softmax-fusion --no-persist-layer-norm
+"""
+_ON_CPU = "--distributed-backend gloo --use-cpu-initialization"
 LONGEST_S = 200  # of a run
 app = App()
-
-
-def device_flags() -> list[str]:
-    """bf16 over NCCL with TransformerEngine's layers, or fp32 over gloo on the CPU."""
-    if not torch.cuda.is_available():
-        return ["--distributed-backend", "gloo", "--use-cpu-initialization"]
-    plain = "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm"
-    return ["--bf16", "--transformer-impl", "transformer_engine", *plain.split()]
 
 
 def training(gpus: int, flags: Sequence[str], log: Path, nodes: int = 1) -> list[str]:
@@ -58,7 +55,8 @@ def training(gpus: int, flags: Sequence[str], log: Path, nodes: int = 1) -> list
         named = f"export NCCL_HOSTID=pretended-$((LOCAL_RANK * {nodes} / {gpus}))"
         shell = ["--no-python", "bash", "-c", f'{named}; exec "$@"', "-", sys.executable]
         program = [*shell, *program]
-    command += [*program, "--context-parallel-size", str(gpus), *flags, *device_flags()]
+    device = (_ON_GPU if torch.cuda.is_available() else _ON_CPU).split()
+    command += [*program, "--context-parallel-size", str(gpus), *flags, *device]
     return [*command, "--step-log", str(log)]
 
 
@@ -118,20 +116,14 @@ def reason_in(output: Path) -> str:
     every = (line.strip() for line in output.read_text(errors="replace").splitlines())
     lines = [line for line in every if line.strip("=-")]  # torchrun ends with such a line
     codes = [line for line in lines if line.startswith("exitcode")]
-    told = [line for line in lines if "Error: " in line or line.startswith(("error: ", "what(): "))]
-    return [*told[:1], *codes[:1], *lines[-1:], "it said nothing"][0][:300]
+    errors = [
+        line for line in lines if "Error: " in line or line.startswith(("error: ", "what(): "))
+    ]
+    return [*errors[:1], *codes[:1], *lines[-1:], "it said nothing"][0][:300]
 
 
 Gpus = Annotated[int, Option(min=1, help="all of them one context-parallel group")]
-Only = Annotated[list[str] | None, Option(help="repeatable, e.g. 8b-1M:burst; default: all")]
-
-
-def _wanted(names: list[str] | None, tiny: bool) -> tuple[tuple[cases.Slice, str], ...]:
-    """The named runs; none named: all but those of seeds."""
-    runs = cases.TINY_RUNS if tiny else (*cases.RUNS, *cases.SEED_RUNS) if names else cases.RUNS
-    every = {f"{what.name}-{in_units(what.seq)}:{impl}": (what, impl) for what, impl in runs}
-    must = "slices: --only must name a run that there is, because each has sizes of its own"
-    return pick(names or (), every, must)
+Only = Annotated[Words, Option(help="repeatable, e.g. 8b-1M:burst; default: all")]
 
 
 @app.command()
@@ -144,6 +136,10 @@ def measure(
     nodes: Nodes = 1,
 ) -> None:
     """Train each, and append its row."""
+    runs = (*cases.RUNS, *cases.SEED_RUNS) if only else cases.RUNS  # seeds: only if named
+    runs = cases.TINY_RUNS if tiny else runs
+    every = {f"{what.name}-{in_units(what.seq)}:{impl}": (what, impl) for what, impl in runs}
+    must = "slices: --only must name a run that there is, because each has sizes of its own"
     check_appendable(out, SLICES_CSV, "OUT")
     require("slices", [(
         gpus % nodes == 0,
@@ -153,15 +149,15 @@ def measure(
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # under CP Megatron refuses others
     is_over, rows = clock(budget_s), []
     with TemporaryDirectory() as folder:
-        for what, impl in _wanted(only, tiny):
+        for what, impl in pick(only or (), every, must):
             if is_over():
                 typer.echo(f"time is up: {what.name}, {in_units(what.seq)}, {impl} was not started")
                 continue
             row = cases.beside_megatron(run(what, impl, gpus, Path(folder), nodes), rows)
             rows.append(row)
             append(out, [row], SLICES_CSV)
-            said = f"{impl}: {row.status}, {result_of(row)}"
-            typer.echo(f"{what.name}, {in_units(what.seq)} tokens, {said}")
+            result = f"{impl}: {row.status}, {result_of(row)}"
+            typer.echo(f"{what.name}, {in_units(what.seq)} tokens, {result}")
 
 
 def result_of(row: SliceRow) -> str:
@@ -185,11 +181,11 @@ def predicted(what: cases.Slice, impl: str, gpus: int, machine: Hardware) -> Sli
     """What the planner says of a slice, with whole nodes: of `burst`, or of `tp`."""
     job = Job(what.model, what.seq, gpus, min(gpus, machine.node.gpus), 1, machine)
     strategy = Strategy(tp=gpus) if impl == "tp" else Strategy(cp=gpus, keep="all")
-    found = candidate(job, strategy)
+    plan = candidate(job, strategy)
     return cases.row_of(
-        what, impl, gpus, [1e3 * found.time.seconds] if found.time else [],
-        **planner_stamp(machine.name), peak_gib=found.memory.peak / GIB,
-        status="ok" if found.fits else "failed", note="" if found.fits else "it does not fit",
+        what, impl, gpus, [1e3 * plan.time.seconds] if plan.time else [],
+        **planner_stamp(machine.name), peak_gib=plan.memory.peak / GIB,
+        status="ok" if plan.fits else "failed", note="" if plan.fits else "it does not fit",
     )  # fmt: skip
 
 

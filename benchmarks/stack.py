@@ -27,7 +27,6 @@ from megatron_burst.masks.documents import Documents
 from megatron_burst.masks.sample import Sample
 from megatron_burst.mcore import patches
 from megatron_burst.mcore.packed import consecutive_part
-from megatron_burst.mcore.patches import switch_on_keep
 from megatron_burst.mcore.specs import burst_spec
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.tools.job.model import Model
@@ -42,7 +41,7 @@ def start(cpu: bool, cp_size: int) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    switch_on_keep(BurstConfig(keep="all"))
+    patches.switch_on_keep(BurstConfig(keep="all"))
 
 
 class Stack:
@@ -60,10 +59,7 @@ class Stack:
         self.burst = burst and cp_size > 1
         comm_type = "burst" if burst else comm_type
         self._config = config_of(
-            getattr(torch, widths.dtype),
-            num_layers=widths.layers, hidden_size=widths.hidden, ffn_hidden_size=widths.ffn,
-            num_attention_heads=widths.heads_q, num_query_groups=widths.heads_kv,
-            kv_channels=widths.head_dim, context_parallel_size=cp_size,
+            widths, widths.head_dim, getattr(torch, widths.dtype), context_parallel_size=cp_size,
             cp_comm_type=comm_type if cp_size > 1 else None,
         )  # fmt: skip
         spec = burst_spec(layer_spec()) if self.burst else layer_spec()
@@ -148,10 +144,14 @@ def middle_stage(config: TransformerConfig, spec: ModuleSpec, rows: int) -> GPTM
     ).to(config.params_dtype)  # fmt: skip
 
 
-def config_of(dtype: torch.dtype, **options: object) -> TransformerConfig:
+def config_of(
+    sizes: Widths | Model, head_dim: int, dtype: torch.dtype, **options: object
+) -> TransformerConfig:
     """Megatron's configuration of a gated model with RMSNorm, without biases or dropout."""
     cpu_mode = not torch.cuda.is_available()
     return TransformerConfig(
+        num_layers=sizes.layers, hidden_size=sizes.hidden, ffn_hidden_size=sizes.ffn,
+        num_attention_heads=sizes.heads_q, num_query_groups=sizes.heads_kv, kv_channels=head_dim,
         gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
         normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0,
         bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype,
@@ -203,9 +203,7 @@ class PackedLayers:
         self._alone, ranks = alone, parallel_state.get_context_parallel_world_size()
         self._carriers: dict[int, Silent] = {}  # whose memory is used again
         config = config_of(
-            dtype, num_layers=model.layers, hidden_size=model.hidden, ffn_hidden_size=model.ffn,
-            num_attention_heads=model.heads_q, num_query_groups=model.heads_kv,
-            kv_channels=model.dim_qk, qk_layernorm=True, context_parallel_size=ranks,
+            model, model.dim_qk, dtype, qk_layernorm=True, context_parallel_size=ranks,
             cp_comm_type=None if alone else "burst",
         )  # fmt: skip
         spec = layer_spec(qk_layernorm=True)
@@ -224,7 +222,10 @@ class PackedLayers:
         rows = int(ends[-1]) // cp
         part = Part(ends, cp, self._carriers.setdefault(cp, Silent(cp - 1)))
         hidden, dout = self._hidden[:rows].requires_grad_(), self._dout[:rows]
-        shared, options = (cp, {}) if self._alone else (1, _group(cp))
+        shared, options = cp if self._alone else 1, {}
+        group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+        if not self._alone and cp < group.size():
+            options = {"cp_group": consecutive_part(group, cp), "local_cp_size": cp}
         own = (ends // shared).to(hidden.device)
         params = packed_of(own, max(lengths) // shared, **options)
 
@@ -234,11 +235,3 @@ class PackedLayers:
             self._model(None, None, None, packed_seq_params=params).backward(dout)
 
         return run
-
-
-def _group(cp: int) -> dict:
-    """What a micro-batch's parameters say of its group; none if it is all ranks."""
-    whole: dist.ProcessGroup = parallel_state.get_context_parallel_group()
-    if cp == whole.size():
-        return {}
-    return {"cp_group": consecutive_part(whole, cp), "local_cp_size": cp}

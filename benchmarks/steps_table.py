@@ -65,9 +65,14 @@ def job_lines(words: Sequence[str]) -> Lines:
 
 def rate_lines(words: Sequence[str]) -> Lines:
     """The same settings of the same runs, in tokens/s of a GPU and MFU."""
-    shown = [(rows, _four(points_of(rows))) for rows in _named(words)]
-    lines = ([_step(rows), *(map(_rate, four))] for rows, four in shown)
-    return [["tokens/s a GPU, MFU", *_SIDES], *lines]
+    lines = [["tokens/s a GPU, MFU", *_SIDES]]
+    for rows in _named(words):
+        rates = (
+            f"{point.tokens_per_s:.0f}, {100 * point.mfu:.1f} %" if point else "-"
+            for point in _four(points_of(rows))
+        )
+        lines.append([_step(rows), *rates])
+    return lines
 
 
 def _job(rows: Sequence[FrontierRow]) -> list[str]:
@@ -75,10 +80,10 @@ def _job(rows: Sequence[FrontierRow]) -> list[str]:
     row = next(row for row in rows if row.ms)
     steps = sorted({point.steps for point in four if point})
     count = " to ".join(map(str, dict.fromkeys((steps[0], steps[-1]))))
-    told = [row.date[:10], *measured_by(row), f"{count} steps"]
+    origin = [row.date[:10], *measured_by(row), f"{count} steps"]
     return [
         _step(rows), *map(_cell, four), tables.shown(least and full and speedup(least, full), 2),
-        tables.shown(ours and fastest and speedup(ours, fastest), 3), ", ".join(told),
+        tables.shown(ours and fastest and speedup(ours, fastest), 3), ", ".join(origin),
     ]  # fmt: skip
 
 
@@ -107,19 +112,15 @@ def _cell(point: Point | None) -> str:
     return f"{point.ms / 1e3:#.3g}, {point.peak_gib:.1f} (`{name}`)"
 
 
-def _rate(point: Point | None) -> str:
-    return f"{point.tokens_per_s:.0f}, {100 * point.mfu:.1f} %" if point else "-"
-
-
 def _named(words: Sequence[str]) -> list[list[FrontierRow]]:
     """The rows of runs that follow the CSV that they are in."""
-    found, path = [], None
+    runs, path = [], None
     for word in words:
         if word.endswith(".csv"):
             path = Path(word)
         else:
-            found += _runs(path, [word])
-    return found
+            runs += _runs(path, [word])
+    return runs
 
 
 def slice_lines(path: Path, sequences: Sequence[str]) -> Lines:
@@ -151,13 +152,13 @@ def _slice(row: SliceRow, ours: SliceRow) -> list[str]:
 def _runs(path: Path, names: Sequence[str]) -> list[list[FrontierRow]]:
     """The rows of each run, in the order of the names."""
     rows = read([_ROOT / path], FRONTIER_CSV)
-    found = [[row for row in rows if row.run.startswith(name)] for name in names]
-    for name, own in zip(names, found, strict=True):
+    runs = [[row for row in rows if row.run.startswith(name)] for name in names]
+    for name, own in zip(names, runs, strict=True):
         require(_WHO, [(
             own, f"{path.name} must have the runs that a page names, because a table is made of "
             "their rows", name, "name one of its runs",
         )])  # fmt: skip
-    return found
+    return runs
 
 
 def trade_table(rows: Sequence[Row]) -> str:

@@ -56,29 +56,26 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
     of the table above has its own unless another one of the picture has that already; no two share
     one while there are others."""
     names = list(dict.fromkeys(names))
-    found: dict[str, str] = {}
-    for name in sorted(names, key=lambda name: (_known(name) is None, name)):
+    known = {name: _COLOURS.get(name.replace("intra=", "")) for name in names}
+    colours: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (known[name] is None, name)):
         first = crc32(name.encode()) % len(_OTHERS)
-        wanted = [*filter(None, [_known(name)]), *_OTHERS[first:], *_OTHERS[:first]]
-        found[name] = next((each for each in wanted if each not in found.values()), wanted[0])
-    return {name: found[name] for name in names}
+        wanted = [*filter(None, [known[name]]), *_OTHERS[first:], *_OTHERS[:first]]
+        colours[name] = next((each for each in wanted if each not in colours.values()), wanted[0])
+    return {name: colours[name] for name in names}
 
 
 def words_of(name: str) -> str:
     """What a legend calls an implementation or its mode."""
     impl, _, mode = name.partition(":")
     mode, _, layout = mode.partition("@")
-    said = _WORDS.get(mode, mode.replace("_", "-").replace("=", " "))
-    return ", ".join(filter(None, (_WORDS.get(impl, impl), said, _WORDS.get(layout, layout))))
+    how = _WORDS.get(mode, mode.replace("_", "-").replace("=", " "))
+    return ", ".join(filter(None, (_WORDS.get(impl, impl), how, _WORDS.get(layout, layout))))
 
 
 def colour_of(name: str) -> str:
     """The colour of one of these where no other can have it."""
     return colours_of([name])[name]
-
-
-def _known(name: str) -> str | None:
-    return _COLOURS.get(name.replace("intra=", ""))
 
 
 def measured_on(rows: Iterable[Any]) -> str:

@@ -56,8 +56,8 @@ class Ratio(NamedTuple):
 
 def times_of(row: Any) -> list[float]:
     """Milliseconds of each repetition, in their order, as the row's note says them; else none."""
-    found = _TIMES.search(row.note)
-    return [float(ms) for ms in found[1].split()] if found else []
+    noted = _TIMES.search(row.note)
+    return [float(ms) for ms in noted[1].split()] if noted else []
 
 
 def took_turns(row: Any, other: Any) -> bool:
@@ -73,7 +73,7 @@ def measured_by(row: Any) -> tuple[str, ...]:
         re.search(r"\b(commit|machine) \w+( with changes)?", text)
         for text in (row.versions, row.gpu)
     )
-    return tuple(found[0] for found in named if found)
+    return tuple(match[0] for match in named if match)
 
 
 def share_of_peak(tflops: float, gpu: str) -> float:
@@ -84,8 +84,8 @@ def share_of_peak(tflops: float, gpu: str) -> float:
 
 def origins(rows: Iterable[Any]) -> str:
     """A sentence: days, commits and machines of a table's rows, the newest first."""
-    found = {(row.date[:10], *(measured_by(row) or ("no commit",))) for row in rows}
-    return f"Rows: {'; '.join(', '.join(words) for words in sorted(found, reverse=True))}."
+    sources = {(row.date[:10], *(measured_by(row) or ("no commit",))) for row in rows}
+    return f"Rows: {'; '.join(', '.join(words) for words in sorted(sources, reverse=True))}."
 
 
 def markdown(lines: Iterable[Sequence[object]]) -> str:

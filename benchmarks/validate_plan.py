@@ -12,6 +12,7 @@ import csv
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -21,7 +22,7 @@ from typer import Argument, Option
 
 from benchmarks.planned import Prediction, is_of_layers, is_standin, predict
 from benchmarks.rows import SUPERSEDED, is_packed, read
-from benchmarks.runner import App
+from benchmarks.runner import App, Files
 from benchmarks.sheets import ANY_CSV, ANY_PACKED_CSV, COLUMNS, Row
 from benchmarks.style import SERIES, legend_below, measured_on, picture
 from megatron_burst.tools.hardware_file import hardware as hardware_of
@@ -30,7 +31,7 @@ from megatron_burst.tools.units import in_units
 ROOT = Path(__file__).parents[1]
 FITTED = (64 << 10, 256 << 10)
 ALIKE = 1.002  # by what predictions differ that say the same
-SHAPE = (
+_shape = attrgetter(
     "nodes", "ranks", "seq", "batch", "heads_q", "heads_kv", "head_dim_qk", "head_dim_v", "mask",
     "dtype", "impl", "mode", "pass_",
 )  # fmt: skip
@@ -95,7 +96,7 @@ def written(predictions: Sequence[Row]) -> Predictor:
 
 def _problem(row: Row) -> tuple:
     layers = row.note.partition(";")[0] if is_of_layers(row) else ""
-    return (*(getattr(row, name) for name in SHAPE), layers)
+    return *_shape(row), layers
 
 
 def summary(errors: Sequence[float]) -> str:
@@ -180,21 +181,22 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
 
 def report(rows: Sequence[Row], compared: Sequence[Compared]) -> list[str]:
     """The prediction errors, one paragraph per kind of rows."""
-    said = [f"{len(compared)} of {len(rows)} rows are predicted and could run."]
+    paragraphs = [f"{len(compared)} of {len(rows)} rows are predicted and could run."]
     for kind in KINDS:
         some = [one for one in compared if one.kind == kind]
         memory = [one.memory_error for one in some if one.memory_error is not None]
         if some:
-            said.append(f"{kind}: time {summary([c.error for c in some])} of {len(some)} rows")
+            time = summary([one.error for one in some])
+            paragraphs.append(f"{kind}: time {time} of {len(some)} rows")
         if memory:
-            said[-1] += f"; memory {summary(memory)} of {len(memory)} rows"
+            paragraphs[-1] += f"; memory {summary(memory)} of {len(memory)} rows"
     if lost := choices(compared):
         near = sum(loss <= 0.03 for loss in lost)
-        said.append(
+        paragraphs.append(
             f"The schedule predicted to be the fastest of those measured is within 3 % of the best "
             f"in {near} of {len(lost)} problems; {summary(lost)} slower."
         )
-    return said
+    return paragraphs
 
 
 def results() -> list[Path]:
@@ -214,11 +216,9 @@ def _read(csvs: Sequence[Path]) -> list[Row]:
 
 @app.command()
 def main(
-    csvs: Annotated[list[Path] | None, Argument(help="default: benchmarks/results")] = None,
+    csvs: Annotated[Files, Argument(help="default: benchmarks/results")] = None,
     hardware: Annotated[str, Option(help="default: the preset of each row's GPU")] = "",
-    predictions: Annotated[
-        list[Path] | None, Option(help="of predict.py; default: predicted now")
-    ] = None,
+    predictions: Annotated[Files, Option(help="of predict.py; default: predicted now")] = None,
     docs: Annotated[
         Path, Option(help="folder of planner_errors.*, written for the default rows")
     ] = ROOT / "docs",
@@ -228,9 +228,9 @@ def main(
     machine = hardware_of(hardware) if hardware else None
     made = _read(predictions or ())
     compared = compare(rows, written(made) if made else lambda row: predict(row, machine))
-    by = dict.fromkeys(one.versions for one in made)
-    said = [f"Before it was measured, by the {one}." for one in by]
-    typer.echo("\n".join([*said, *report(rows, compared)]))
+    planners = dict.fromkeys(one.versions for one in made)
+    origins = [f"Before it was measured, by the {planner}." for planner in planners]
+    typer.echo("\n".join([*origins, *report(rows, compared)]))
     if csvs or predictions or hardware:
         csv.writer(sys.stdout).writerows([HEAD, *table(compared)])
         return

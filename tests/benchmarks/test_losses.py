@@ -72,8 +72,8 @@ def test_every_job_that_is_slower_is_told(page):
 
 def test_what_is_worse_is_bold():
     own, peer = row("burst:auto", (10.0, 9.0, 11.0), gib=2.0), row("te:p2p", (9.0, 9.0, 9.0), gib=3)
-    told = losses._told(own, peer)
-    assert told[:2] == ("**0.90 (0.82-1.00)**", "2.00, 3.00")
-    assert losses._told(own, replace(peer, ms=20.0)) == ()
-    assert losses._told(own, replace(peer, ms=20.0, peak_gib=1.0))[1] == "**2.00, 1.00**"
-    assert losses._told(own, row("te:p2p")) == ()
+    cells = losses._loss_cells(own, peer)
+    assert cells[:2] == ("**0.90 (0.82-1.00)**", "2.00, 3.00")
+    assert losses._loss_cells(own, replace(peer, ms=20.0)) == ()
+    assert losses._loss_cells(own, replace(peer, ms=20.0, peak_gib=1.0))[1] == "**2.00, 1.00**"
+    assert losses._loss_cells(own, row("te:p2p")) == ()
