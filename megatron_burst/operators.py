@@ -180,7 +180,7 @@ def _attention(
     parents: Tensor | None, slices: Tensor | None, group: str, options: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, largest scores or none, number of the pass as an int64 on the CPU)."""
-    refuse_transforms(_WHO, q)
+    refuse_transforms(_WHO, q, capturable=True)
     ON_CALL.get()()
     sample = cu_seqlens, padded, max_seqlen, listed, parents, slices
     ready, (args, wanted) = _ready((q, k, v), sink, sample, group, options)
@@ -235,7 +235,7 @@ def _attention_backward(
     """(dq, dk, dv, gradient of the sinks or none)."""
     from megatron_burst.attention import to_bshd
 
-    refuse_transforms(_WHO, dout)
+    refuse_transforms(_WHO, dout, capturable=True)
     sample = cu_seqlens, padded, max_seqlen, listed, parents, slices
     ready, (args, wanted) = _ready((q, k, v), sink, sample, group, options)
     passes = ready.passes.for_recompute or ready.passes

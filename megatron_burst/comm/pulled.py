@@ -51,11 +51,13 @@ class PulledSlots(Views):
         """Whether there are so many, and of this size."""
         return len(self) >= count and self.slot_bytes >= num_bytes
 
-    def in_graph(self) -> "PulledSlots":
+    def in_graph(self, launch: Callable[[Callable[[], None]], None]) -> "PulledSlots":
         """The same slots for one call that a CUDA graph captures, behind a barrier: the call may
-        write to all of them, as all ranks have finished the call before it."""
-        self._barriers[0]()
-        return PulledSlots(self._buffers, self._barriers, self._cp_rank)
+        write to all of them, as all ranks have finished the call before it. `launch` calls a
+        barrier."""
+        barriers = [partial(launch, barrier) for barrier in self._barriers]
+        barriers[0]()
+        return PulledSlots(self._buffers, barriers, self._cp_rank)
 
     def begin(self) -> "PulledSlots":
         """Count rounds from here: a new call. One that failed may have left a barrier to issue."""

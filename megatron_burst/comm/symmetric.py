@@ -3,7 +3,7 @@
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -137,9 +137,11 @@ class SymmetricPool:
         self._slots[cargo] = self._rendezvous_all(own)
         return self._slots[cargo].begin()
 
-    def slots_of_graphs(self, cargo: Cargo, count: int, num_bytes: int) -> PulledSlots | None:
-        """Slots for a call that a CUDA graph captures, behind a barrier; None if too few or too
-        small ones are there.
+    def slots_of_graphs(
+        self, cargo: Cargo, count: int, num_bytes: int, launch: Callable[..., None]
+    ) -> PulledSlots | None:
+        """Slots for a call that a CUDA graph captures, behind a barrier, which `launch` calls; None
+        if too few or too small ones are there.
 
         Graphs number rounds from 0 in each replay, but other calls number them on. So the slots of
         the latest call become those of all graphs for good, and the next call allocates others.
@@ -149,7 +151,7 @@ class SymmetricPool:
         if not large and latest is not None and latest.suffices(count, num_bytes):
             own.append(self._slots.pop(cargo))
             large = [latest]
-        return large[0].in_graph() if large else None
+        return large[0].in_graph(launch) if large else None
 
     @torch.inference_mode(False)  # kept: training after an evaluation writes to them
     def _allocate(

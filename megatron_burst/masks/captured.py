@@ -17,14 +17,14 @@ class CapturedDocuments(Documents):
         BurstError: if boundaries are on the CPU, or the longest document is not known.
     """
 
-    def _copy_to_host(self, bounds: Sequence[Tensor | None], device: torch.device) -> None:
+    def _take_boundaries(self, bounds: Sequence[Tensor | None], device: torch.device) -> None:
         require(self._who, [
             (all(x is None or x.is_cuda for x in bounds), "cu_seqlens must be on the GPU while a "
              "CUDA graph is captured, because a replay reads boundaries there", "boundaries on the "
              "CPU", "pass tensors on the GPU, and write the next sample's boundaries into them"),
-            (self._sample.longest is not None, "max_seqlen must be passed while a CUDA graph is "
-             "captured, because kernels are launched for that many tokens in each replay", "None",
-             "pass the length of the longest document of all samples"),
+            (bool(self._sample.longest), "max_seqlen must be passed while a CUDA graph is "
+             "captured, because kernels are launched for that many tokens in each replay",
+             f"{self._sample.longest}", "pass the length of the longest document of all samples"),
         ])  # fmt: skip
         self._host, self._copied, self.text = [None for _ in bounds], None, None
 

@@ -73,7 +73,7 @@ class Documents:
         self._arranged: dict[tuple, Tensor] = {}
         self._restored: dict[tuple, Tensor] = {}
         bounds = sample.cu_seqlens, sample.padded
-        self._copy_to_host(bounds, device)
+        self._take_boundaries(bounds, device)
         longest = sample.longest if self.text is None else None
         self._longest = longest or self._find_longest()
         self._tail_segments = -(-self._tokens // longest) if longest else 1
@@ -84,8 +84,8 @@ class Documents:
         self._row_starts = real_starts if padded_starts is None else padded_starts
         self._lengths = None if padded_starts is None else real_starts.diff()
 
-    def _copy_to_host(self, bounds: Sequence[Tensor | None], device: torch.device) -> None:
-        """Copy boundaries, from a GPU without waiting, and check them if they are there."""
+    def _take_boundaries(self, bounds: Sequence[Tensor | None], device: torch.device) -> None:
+        """Copy boundaries to the host, from a GPU without waiting; check those on the host."""
         on_cpu = all(x is None or x.device.type == "cpu" for x in bounds)
         self._host = [x if x is None else _to_host(x, device) for x in bounds]
         self._copied = None if on_cpu else torch.cuda.current_stream().record_event()

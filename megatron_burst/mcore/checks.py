@@ -126,8 +126,8 @@ def check_packed(
         return
     if in_graph:
         raise BurstError(f"{WHO}: a packed sample must not be captured in a CUDA graph, because "
-                         "Megatron copies no boundaries into it, so each replay would read those "
-                         "of the first sample; got packed_seq_params; capture only parts other "
+                         "each replay would launch kernels for the longest document of the first "
+                         "sample; got packed_seq_params; capture only parts other "
                          "than attention (--cuda-graph-modules)")  # fmt: skip
     if packed.slices_in(params) is not None and mtp_num_layers:
         raise BurstError(f"{WHO}: a mask of slices must come without multi-token prediction, "

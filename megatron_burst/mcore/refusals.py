@@ -145,6 +145,13 @@ _IN_WHOLE_LAYERS = {"mlp", "moe"}  # in Megatron's own graphs (transformer/trans
 _CAPTURED = "cuda_graph_scope_deprecated", "cuda_graph_scope", "cuda_graph_modules"
 
 
+# what Python code reads after attention, and its name if it is no flag
+_READ_IN_PYTHON = {
+    "qk_clip": "", "log_max_attention_logit": "", "burst_log": "", "burst_check": "check",
+    "burst_nan_guard": "nan_guard",
+}  # fmt: skip
+
+
 def _captured(o: Options) -> set[str]:
     """Parts of the model captured in CUDA graphs; empty means whole layers."""
     named = next(filter(None, (getattr(o, name, None) for name in _CAPTURED)), [])
@@ -173,28 +180,25 @@ def _captures_layers(impl: object, o: Options) -> bool:
 
 
 def _cuda_graphs() -> Iterator[Refusal]:
-    change = ("leave it out, or capture only parts other than attention (--cuda-graph-modules, in "
-              "older releases --cuda-graph-scope: moe_router, moe_preprocess, mamba, and with "
-              "transformer_engine or in hybrids mlp and moe)")  # fmt: skip
-    reads = {"qk_clip": "", "log_max_attention_logit": "", "burst_check": "check",
-             "burst_nan_guard": "nan_guard"}  # fmt: skip
-    for name, asked in reads.items():
-        yield Refusal(
-            "attention",
-            name,
-            lambda on, o: not (on and _is_captured(o)),
-            "a CUDA graph "
-            "that holds attention reruns kernels without the Python code that reads "
-            "scores and results",
-            change.replace("it", "one of them", 1),
-            asked,
-        )
+    spared = ("capture only parts other than attention (--cuda-graph-modules, in older releases "
+              "--cuda-graph-scope: moe_router, moe_preprocess, mamba, and with transformer_engine "
+              "or in hybrids mlp and moe)")  # fmt: skip
+    for name, option in _READ_IN_PYTHON.items():
+        yield Refusal("attention", name, lambda on, o: not (on and _is_captured(o)), "a CUDA graph "
+                      "that holds attention reruns kernels without the Python code that reads "
+                      "scores, results and times", f"leave one of them out, or {spared}",
+                      option)  # fmt: skip
+    yield Refusal("attention", "cuda_graph_warmup_steps",
+                  lambda steps, o: steps != 0 or not _is_captured(o),
+                  "graphs do not check masks, and a step without graphs does",
+                  "pass --cuda-graph-warmup-steps 1 or more")  # fmt: skip
     for name in CUDA_GRAPHS:
         yield Refusal("attention", name, _captures_layers, "burst is tested in graphs of layers, "
                       "and not in those of a whole iteration",
                       "capture layers (--cuda-graph-impl local or transformer_engine)")  # fmt: skip
         yield Refusal("recompute", name, _spares_attention, "CUDA graphs rerun kernels without "
-                      "the Python code that returns the kept results", change)  # fmt: skip
+                      "the Python code that returns the kept results",
+                      f"leave it out, or {spared}")  # fmt: skip
         yield Refusal("loss head", name, _captures_layers, "unmasked tokens are counted on the CPU",
                       "leave it out, or capture layers only")  # fmt: skip
         yield _on_gpus(name, "CUDA graphs")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_burst import attention, burst_attention
+from megatron_burst import attention, burst_attention, cuda_graphs
 from megatron_burst.comm.pulled import PulledSlots
 from megatron_burst.comm.transport import OneQueue, Placement
 from megatron_burst.config import BurstConfig
@@ -26,6 +26,9 @@ WAYS = {
 def as_if_captured(monkeypatch):
     for module in (attention, slices):
         monkeypatch.setattr(module, "is_captured", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    # streams do nothing on CPUs
+    monkeypatch.setattr(cuda_graphs.LaunchOrder, "launch", lambda self, work: work())
 
 
 def both_passes(tensors, **options):
@@ -115,6 +118,7 @@ def test_a_call_in_a_graph_numbers_slots_from_the_first_behind_a_barrier():
         slots.begin()
         slots.transfer(0, slots.prepare(0, slots.flat(0), (), ()), (), queues)
         passed.clear()
-        own = slots.in_graph()
-        assert passed == [0] and own.flat(0) is flats[0], calls
+        own = slots.in_graph(lambda barrier: (passed.append("launched"), barrier()))
+        own.transfer(0, own.prepare(0, own.flat(0), (), ()), (), queues)
+        assert passed == ["launched", 0] * 2 and own.flat(0) is flats[0], calls
     assert slots.suffices(3, 8) and not slots.suffices(4, 8) and not slots.suffices(3, 9)

@@ -91,12 +91,12 @@ def delay(turns):
         torch.cuda._sleep(5_000_000)
 
 
-def replayed(rank, way):
+def replayed(rank, way, layout="zigzag"):
     """How many results of replays back to back, with inputs in turns, have other bits."""
-    config, turns = WAYS[way], random.Random(3)
+    options, turns = dict(config=WAYS[way], layout=layout), random.Random(3)
     draws = [draw(seed) for seed in range(2)]
-    expected = [both_passes(tensors, config=config) for tensors in draws]
-    graph = Graph(draws[0], config=config)
+    expected = [both_passes(tensors, **options) for tensors in draws]
+    graph = Graph(draws[0], **options)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for turn in range(TURNS):
         delay(turns)
@@ -112,8 +112,23 @@ def test_replays_back_to_back_have_the_bits_of_calls(way):
         assert wrong == 0 and all(finite)
 
 
-def test_so_they_have_on_four_ranks():
-    for wrong, _ in run_ranks(replayed, 4, "pull", backend="nccl", timeout_s=300):
+@pytest.mark.parametrize(
+    "world, way, layout",
+    [(4, "pull", "zigzag"), (4, "a2a", "zigzag"), (4, "pull", "contiguous"),
+     (SEVERAL, "pull", "contiguous")],
+)  # fmt: skip
+def test_so_they_have_on_other_ranks_and_rows(world, way, layout):
+    """In contiguous layouts ranks have other programs."""
+    for wrong, _ in run_ranks(replayed, world, way, layout, backend="nccl", timeout_s=300):
+        assert wrong == 0
+
+
+def replayed_between_nodes(rank):
+    return replayed(rank, "nodes")
+
+
+def test_so_they_have_between_nodes():
+    for wrong, _ in run_ranks(replayed_between_nodes, 4, backend="nccl", timeout_s=300, nodes=2):
         assert wrong == 0
 
 
@@ -185,6 +200,48 @@ def test_what_a_call_also_returns_is_computed_again():
     assert run_ranks(with_extras, 2, backend="nccl", timeout_s=300) == [0, 0]
 
 
+def forward_alone(rank):
+    """The backward of a captured forward, by autograd, between other calls."""
+    config, tensors = WAYS["pull"], draw(3)
+    expected = both_passes(tensors, config=config)
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = burst_attention(*leaves, config=config)
+    wrong = 0
+    for _ in range(3):
+        graph.replay()
+        grads = torch.autograd.grad(out, leaves, tensors[3], retain_graph=True)
+        wrong += differ([out, *grads], expected) + differ(
+            both_passes(tensors, config=config), expected
+        )
+    return int(wrong)
+
+
+def test_the_backward_of_a_captured_forward_need_not_be_captured():
+    assert run_ranks(forward_alone, SEVERAL, backend="nccl", timeout_s=300) == [0] * SEVERAL
+
+
+def compiled(rank):
+    """A compiled call in a graph."""
+    config, tensors = WAYS["pull"], draw(4)
+    expected = both_passes(tensors, config=config)
+    call = torch.compile(partial(burst_attention, config=config), fullgraph=True)
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    run = lambda: torch.autograd.grad(call(*leaves), leaves, tensors[3])  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = run()
+    graph.replay()
+    return int(differ(grads, expected[1:]))
+
+
+def test_a_graph_may_hold_compiled_calls():
+    found = run_ranks(compiled, SEVERAL, backend="nccl", timeout_s=300, fresh=True)
+    assert found == [0] * SEVERAL
+
+
 class Block(torch.nn.Module):
     """Attention between two linear layers."""
 
@@ -242,6 +299,9 @@ def refusals(rank):
         "nan_guard must be off": dict(config=BurstConfig(nan_guard=True)),
         "must be on the GPU": dict(cu_seqlens=on_cpu, max_seqlen=2 * ROWS),
         "max_seqlen must be passed": dict(cu_seqlens=on_cpu.cuda()),
+        "a kernel that reads boundaries on the CPU": dict(
+            cu_seqlens=on_cpu.cuda(), max_seqlen=2 * ROWS, config=BurstConfig(backend="reference")
+        ),
         "slices and prefix_tree": dict(slices=slices),
     }  # fmt: skip
     sentences = {}
@@ -257,6 +317,6 @@ def refusals(rank):
 
 def test_what_no_graph_can_hold_is_refused():
     for sentences in run_ranks(refusals, 2, backend="nccl", timeout_s=300, fresh=True):
-        assert len(sentences) == 7
+        assert len(sentences) == 8
         for words, sentence in sentences.items():
             assert words in sentence

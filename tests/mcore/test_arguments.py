@@ -204,6 +204,8 @@ REFUSED = {  # with the value shown in the message
     "--external-cuda-graph --cuda-graph-scope full_iteration": "external_cuda_graph=True",
     "--log-max-attention-logit --external-cuda-graph": "log_max_attention_logit=True",
     "--qk-clip --enable-cuda-graph": "qk_clip=True",
+    "--burst-log --external-cuda-graph": "burst_log=True",
+    "--cuda-graph-warmup-steps 0 --external-cuda-graph": "cuda_graph_warmup_steps=0",
     "--flash-attention-version 3": "flash_attention_version=3",
     "--experimental-attention-variant dsa": "experimental_attention_variant=dsa",
     "--hybrid-layer-pattern M-M-": "--hybrid-layer-pattern M-M-",

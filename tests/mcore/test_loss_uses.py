@@ -79,7 +79,7 @@ def kept_by(x) -> list:
     while nodes:
         node = nodes.pop()
         if type(node).__name__ == "RecomputedBackward":
-            kept.append(node.kept)
+            kept.append(node.tile)
         elif node is not None:
             nodes.extend(before for before, _ in node.next_functions)
     return kept

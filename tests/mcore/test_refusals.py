@@ -64,7 +64,13 @@ READ_IN_PYTHON = {
         [None, value, TE | {name: value, "cuda_graph_modules": "mlp"}],
     )
     for name, value in {"qk_clip": True, "log_max_attention_logit": True, "burst_check": 100,
-                        "burst_nan_guard": True}.items()
+                        "burst_nan_guard": True, "burst_log": "all"}.items()
+} | {
+    "cuda_graph_warmup_steps": (
+        [TE | dict(cuda_graph_warmup_steps=0)],
+        [0, TE | dict(cuda_graph_warmup_steps=1),
+         TE | dict(cuda_graph_warmup_steps=0, cuda_graph_modules="mlp")],
+    )
 }  # fmt: skip
 INVARIANT = dict(burst_invariant=True)
 SENT = "router", "token_dispatch"
