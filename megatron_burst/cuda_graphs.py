@@ -77,6 +77,10 @@ def _needs(passes: Passes | None) -> Iterator[Need]:
         yield (not value, f"{option} must be off while a CUDA graph is captured, because a replay "
                "does not run the Python code that keeps and compares results", f"{option} is on",
                f"leave {option} out of the call's BurstConfig")  # fmt: skip
+    reads = passes.backend.capability.name == "reference" and passes.spec.mask.documents
+    yield (not reads, "the backend must not be reference for packed samples while a CUDA graph is "
+           "captured, because it reads boundaries on the CPU", "backend reference",
+           "choose fa4 or triton")  # fmt: skip
 
 
 class CapturedExecutor(Executor):
@@ -93,7 +97,7 @@ class CapturedExecutor(Executor):
 
 
 class LaunchOrder:
-    """Lets what waits for other ranks follow each other, on whatever streams, in one captured call."""
+    """Lets work that waits for other ranks run one after the other, on whatever streams."""
 
     def __init__(self) -> None:
         self._latest: torch.cuda.Event | None = None

@@ -310,9 +310,9 @@ BESIDE = {  # enums and machinery in the same modules
     "comm.detector": {"Pass", "DesyncDetector"}, "comm.group": {"GroupMemory", "SubGroups"},
 }  # fmt: skip
 MOST = {  # modules, lines, lines of code with imports, and without
-    "reading path": (53, 9700, 6300, 5690),
-    "trainer": (184, 28980, 18960, 17040),
-    "package": (248, 38480, 25700, 23080),
+    "reading path": (53, 9450, 6205, 5665),
+    "trainer": (184, 28440, 18990, 17100),
+    "package": (248, 37830, 25710, 23120),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.mask import Band
-from megatron_burst.transforms import is_captured
 
 if TYPE_CHECKING:
     from megatron_burst.kernels.masks.parts import Parts
@@ -53,10 +52,6 @@ def segments_of(visible: Visible, num_rows: int, num_keys: int) -> list[tuple[sl
     """(query rows, keys) of each segment; waits for the GPU if there are segments."""
     if visible.segments is None:
         return [(slice(0, num_rows), slice(0, num_keys))]
-    if is_captured(visible.segments.cu_q):
-        raise BurstError("burst attention: packed samples must not be captured in a CUDA graph by "
-                         "a kernel that reads boundaries on the CPU; got such a kernel; choose fa4 "
-                         "or triton as the backend")  # fmt: skip
     starts = torch.stack((visible.segments.cu_q, visible.segments.cu_k)).tolist()
     rows, keys = ([slice(*bounds) for bounds in pairwise(side)] for side in starts)
     return list(zip(rows, keys, strict=True))

@@ -83,6 +83,9 @@ REFUSED = {
     "check must be off while": dict(config=BurstConfig(check=9)),
     "nan_guard must be off while": dict(config=BurstConfig(nan_guard=True)),
     "cu_seqlens must be on the GPU while": dict(cu_seqlens=torch.tensor([0, 9, ROWS])),
+    "the backend must not be reference for packed samples while": dict(
+        cu_seqlens=torch.tensor([0, 9, ROWS]), config=BurstConfig(backend="reference")
+    ),
     "slices and prefix_tree must not be captured": dict(
         slices=torch.tensor([[0, ROWS, 0, ROWS, 1]])
     ),

@@ -299,7 +299,7 @@ def refusals(rank):
         "nan_guard must be off": dict(config=BurstConfig(nan_guard=True)),
         "must be on the GPU": dict(cu_seqlens=on_cpu, max_seqlen=2 * ROWS),
         "max_seqlen must be passed": dict(cu_seqlens=on_cpu.cuda()),
-        "a kernel that reads boundaries on the CPU": dict(
+        "the backend must not be reference": dict(
             cu_seqlens=on_cpu.cuda(), max_seqlen=2 * ROWS, config=BurstConfig(backend="reference")
         ),
         "slices and prefix_tree": dict(slices=slices),
