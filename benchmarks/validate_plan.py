@@ -31,7 +31,7 @@ from megatron_burst.tools.units import in_units
 ROOT = Path(__file__).parents[1]
 FITTED = (64 << 10, 256 << 10)
 ALIKE = 1.002  # by what predictions differ that say the same
-_shape = attrgetter(
+SHAPE = (
     "nodes", "ranks", "seq", "batch", "heads_q", "heads_kv", "head_dim_qk", "head_dim_v", "mask",
     "dtype", "impl", "mode", "pass_",
 )  # fmt: skip
@@ -96,7 +96,7 @@ def written(predictions: Sequence[Row]) -> Predictor:
 
 def _problem(row: Row) -> tuple:
     layers = row.note.partition(";")[0] if is_of_layers(row) else ""
-    return *_shape(row), layers
+    return *attrgetter(*SHAPE)(row), layers
 
 
 def summary(errors: Sequence[float]) -> str:
