@@ -29,12 +29,7 @@ from megatron_burst.kernels.partial import row_delta, sink_grad
 from megatron_burst.logs import Decision, log_message
 from megatron_burst.resolve import resolve
 from megatron_burst.schedule.spec import Direction, Spec
-from megatron_burst.transforms import (
-    autocast_inputs,
-    compilable,
-    is_captured,
-    refuse_transforms,
-)
+from megatron_burst.transforms import autocast_inputs, compilable, is_captured, refuse_transforms
 
 _WHO = "burst attention"
 _DENSE = torch.contiguous_format

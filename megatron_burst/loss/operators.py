@@ -81,7 +81,7 @@ def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor | None, group: str,
     options: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, gradients of hidden and weight if they are needs_grad, else nothing)."""
+    """(loss, gradients of hidden and weight if they are needed, else nothing)."""
     from megatron_burst.loss.linear import ready_loss  # whose import asks for this module
 
     settings, needs_grad = _options_of(options)
