@@ -18,6 +18,7 @@ from megatron_burst.tools.terminal import Device
 from megatron_burst.tools.world import started
 
 OPTIONS = {"plain": {}, "largest logit": {"return_max_logit": True}, "soft cap": {"softcap": 50.0}}
+WITHOUT_MAXIMA = ("cudnn", "flash")  # kernels beside which the largest logit needs one of its own
 WAYS = {"eager": "none", "compiled": "none", "compiled, a graph break": "all"}  # what is kept
 app = App()
 
@@ -52,6 +53,9 @@ def main(out: Out = Path("option_costs.csv"), device: Device = None) -> None:
                 runs["call, in CUDA graphs"] = partial(call, graphs, *qkv)
             for name, options in OPTIONS.items() if alone else ():
                 runs[name] = partial(burst_attention, *make(3, 1, size, 16, 128), **options)
+                for backend in WITHOUT_MAXIMA if on_gpu and "softcap" not in options else ():
+                    config = BurstConfig(backend=backend)
+                    runs[f"{name}, {backend}"] = partial(runs[name], config=config)
             for name, keep in WAYS.items() if alone else ():
                 run = layer if name == "eager" else torch.compile(layer)
                 forward = partial(run, make(1, size, 4096).requires_grad_(), weights, keep)
