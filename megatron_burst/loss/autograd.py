@@ -12,25 +12,30 @@ from torch.autograd.function import once_differentiable
 
 from megatron_burst.comm.announce import backward_of
 from megatron_burst.errors import BurstError
-from megatron_burst.loss import passes
+from megatron_burst.loss import classes, passes
 from megatron_burst.loss.attempt import Attempt
-from megatron_burst.loss.passes import Head, Sums
-from megatron_burst.loss.rows import HiddenGrad, Rows
+from megatron_burst.loss.passes import Factors, Head, Sums
+from megatron_burst.loss.rows import Rows
 from megatron_burst.loss.statistics import WHO, Factor, Stat, sum_dtype
+from megatron_burst.loss.tensor_parallel import HiddenGrad
 from megatron_burst.transforms import refuse_transforms
 
 _ROWS_AT_ONCE = 4096
 
 
 class Recomputed(torch.autograd.Function):
-    """Statistics in forward; backward recomputes the logits, except the last tile."""
+    """Statistics in forward; backward recomputes the logits, except the last tile.
+
+    Returns loss, log-sum-exp and entropy of each token; where it has several classes their
+    log-probabilities, that of all others, and the entropy.
+    """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, rows: Rows, head: Head):
         with head.tp.attempt(hidden, rows) as attempt:
-            stats, buffer = passes.statistics_pass(head, hidden, weight, rows, attempt)
-            outputs = attempt(_outputs, head, rows, stats)
-        ctx.save_for_backward(hidden, weight, stats)
+            stats, z, buffer = passes.statistics_pass(head, hidden, weight, rows, attempt)
+            outputs = attempt(_outputs, head, rows, stats, z)
+        ctx.save_for_backward(hidden, weight, stats, z)
         ctx.tile = buffer if head.keep and any(ctx.needs_input_grad[:2]) else None
         ctx.rows, ctx.head, ctx.announce = rows, head, backward_of(head.tp.group)
         # after offloading, saved_tensors does not return the parameter itself: keep its buffer
@@ -43,13 +48,13 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx, *grads):
         refuse_transforms(WHO, *grads)
         ctx.announce()
-        hidden, weight, stats = ctx.saved_tensors
+        hidden, weight, *stats = ctx.saved_tensors
         head, rows = ctx.head, ctx.rows
         wants_weight = ctx.needs_input_grad[1]
         total = main_grad = main_grad_of(ctx.weight) if wants_weight else None
         tile, ctx.tile = ctx.tile, None  # overwritten: a second backward recomputes it
         with head.tp.attempt(hidden) as attempt:
-            factors = attempt(_factors, head, rows, stats, *grads)
+            factors = attempt(_factors, head, rows, *stats, *grads)
             if wants_weight and main_grad is None:
                 dtype = sum_dtype(weight.dtype)
                 total = attempt(torch.zeros_like, weight, dtype=dtype)
@@ -111,21 +116,31 @@ class GradientsInForward(torch.autograd.Function):
         return dhidden, dweight, None, None, None
 
 
-def _outputs(head: Head, rows: Rows, stats: Tensor) -> tuple[Tensor, ...]:
-    """Loss, log-sum-exp and entropy of each token."""
-    entropy = stats[Stat.LSE] - stats[Stat.MEAN]
-    return tuple(map(rows.spread, (passes.losses(head, stats), stats[Stat.LSE], entropy)))
+def _outputs(head: Head, rows: Rows, stats: Tensor, z: Tensor | None) -> tuple[Tensor, ...]:
+    if z is None:
+        values = passes.losses(head, stats), stats[Stat.LSE], stats[Stat.LSE] - stats[Stat.MEAN]
+    else:
+        made = classes.probabilities(rows.labels, stats, z, head.options, head.entropy)
+        log_probs, rest, mean, lse = made
+        values = log_probs, rest, lse - mean
+    return tuple(map(rows.spread, values))
 
 
-def _factors(head: Head, rows: Rows, stats: Tensor, *grads: Tensor | None) -> Tensor:
-    """Factors of the gradient from those of loss, lse and entropy."""
-    zeros = stats.new_zeros(rows.labels.shape)
-    loss, lse, entropy = (zeros if g is None else rows.collect(g) for g in grads)
+def _factors(
+    head: Head, rows: Rows, stats: Tensor, z: Tensor | None, *grads: Tensor | None
+) -> Factors:
+    """Factors of the gradient from the gradients of what forward returns."""
+    shapes = (stats[0] if z is None else z, stats[0], stats[0])
+    pairs = zip(grads, shapes, strict=True)
+    made = [torch.zeros_like(x) if g is None else rows.collect(g) for g, x in pairs]
+    if z is not None:
+        return Factors(*classes.factors_of(rows.labels, stats, z, head.options, tuple(made)))
+    loss, lse, entropy = made
     factors = passes.loss_factors(head, stats, loss)
     # d entropy / dz = -p (z - mean)
     factors[Factor.SOFTMAX] += lse + entropy * stats[Stat.MEAN]
     factors[Factor.SLOPE] -= entropy
-    return factors
+    return Factors(factors)
 
 
 def _hidden_sum(ctx, head: Head, rows: Rows, hidden: Tensor, attempt: Attempt) -> HiddenGrad | None:

@@ -1,6 +1,6 @@
 """What the loss refuses, on all ranks together, before anything is computed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -12,11 +12,17 @@ from megatron_burst.arguments import is_dense, short_repr
 from megatron_burst.comm.announce import announce, reporting_errors
 from megatron_burst.comm.store import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet_needs
-from megatron_burst.loss import rows
 from megatron_burst.loss.attempt import failed_elsewhere
 from megatron_burst.loss.autograd import held_bytes
-from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel
+from megatron_burst.loss.rows import Rows, named_twice, wrong_classes
 from megatron_burst.loss.statistics import WHO, LossOptions
+from megatron_burst.loss.supervised import (
+    Supervised,
+    SupervisedCount,
+    valid_counts,
+    valid_tokens,
+)
+from megatron_burst.loss.tensor_parallel import TensorParallel, processors_of
 from megatron_burst.transforms import refuse_transforms
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -28,15 +34,26 @@ class LossInputs(NamedTuple):
 
     hidden: Tensor
     weight: Tensor
-    labels: Tensor
+    labels: Tensor  # [...], or [..., k] if each token has several classes
     loss_mask: Tensor | None
-    supervised: SupervisedCount | None = None
+    supervised: Supervised = "all"
+    several: bool = False  # whether each token has several classes
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name."""
-        tensors = {"hidden": self.hidden, "weight": self.weight, "labels": self.labels}
+        tensors = {"hidden": self.hidden, "weight": self.weight, self.name: self.labels}
         return tensors | ({} if self.loss_mask is None else {"loss_mask": self.loss_mask})
+
+    @property
+    def name(self) -> str:
+        """What callers know labels by."""
+        return "ids" if self.several else "labels"
+
+    @property
+    def shape(self) -> torch.Size:
+        """The axes of tokens."""
+        return self.labels.shape[:-1] if self.several else self.labels.shape
 
 
 def checked_rows(
@@ -63,15 +80,16 @@ def checked_rows(
         announce(tp.group, terms, WHO, problem, TP)
     if problem:
         raise BurstError(problem)
-    valid, most, sound = _compared(inputs, tp, options)
-    shape = tp.blocks, inputs.labels.numel() // tp.blocks
+    valid, counts, sound = _compared(inputs, tp, options)
+    tokens = valid.numel() // tp.blocks
+    shape = tp.blocks, tokens, *inputs.labels.shape[valid.dim() :]
     try:
         labels = inputs.labels.reshape(shape).long()
-        return Rows.of(labels, valid.view(shape), tp.block, most, sound)
+        return Rows.of(labels, valid.view(tp.blocks, tokens), tp.block, counts, sound)
     except Exception as error:
         if tp.group is None:
             raise
-        return Rows.lacking(*shape, tp.block, most, error)  # others begin the pass: it does too
+        return Rows.lacking(shape, tp.block, counts, error)  # others begin the pass: it does too
 
 
 def _needs_of_types(
@@ -82,9 +100,10 @@ def _needs_of_types(
                f"{name} must be a dense tensor with data, because nothing is converted silently",
                short_repr(x), "pass a dense tensor; of a DTensor full_tensor(), or compute the "
                "loss where FSDP2 has gathered the weights, in the model's forward")  # fmt: skip
-    yield (isinstance(inputs.supervised, SupervisedCount | None),
-           "supervised must be what count_supervised returns, because the CPU waits until the GPU "
-           "has counted", type(inputs.supervised).__name__,
+    is_count = isinstance(inputs.supervised, SupervisedCount)
+    yield (is_count or inputs.supervised in ("count", "all"),
+           "supervised must be what count_supervised returns, 'count' or 'all', because it says "
+           "which tokens are computed", short_repr(inputs.supervised),
            "call count_supervised and pass its result")  # fmt: skip
     yield (isinstance(options, LossOptions), "options must be LossOptions, because other types "
            "would be ignored", short_repr(options), "pass LossOptions(...)")  # fmt: skip
@@ -99,14 +118,16 @@ def _needs_of_types(
 def _needs_of_values(
     inputs: LossInputs, tp: TensorParallel, options: LossOptions, settings: Mapping
 ) -> Iterator[Need]:
-    hidden, weight, labels, loss_mask, supervised = inputs
+    hidden, weight, labels, loss_mask, supervised, several = inputs
+    name, count = inputs.name, supervised if isinstance(supervised, SupervisedCount) else None
     shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
     dtypes = f"{hidden.dtype} and {weight.dtype}"
     first, *trailing = hidden.shape[:-1] or (0,)
     expected = (first * tp.blocks, *trailing)
+    vocab = weight.shape[0] * tp.size if weight.dim() else 0
     masks = () if loss_mask is None else (loss_mask,)
     devices = {str(x.device) for x in inputs.tensors.values()}
-    parts = tp.blocks if supervised is None else supervised.blocks
+    parts = tp.blocks if count is None else count.blocks
     yield from (  # whether it holds, what must hold and why, what was got, what to change
         (hidden.dim() >= 2 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[-1],
          "hidden [..., h] and weight [vocab / tp, h] must have the same width, because logits are "
@@ -116,18 +137,20 @@ def _needs_of_values(
          "because nothing is converted silently", dtypes, "cast one of them"),
         (weight.shape[0] > 0, "the vocabulary must not be empty, because a label names a class",
          shapes, "pass the weight of the output layer"),
-        (tuple(labels.shape) == expected, "labels must have the leading axes of hidden (the first "
-         "times tp with sequence parallelism), because each token has a label", f"labels "
-         f"{tuple(labels.shape)} instead of {expected}", "transpose or gather them; if labels are "
-         "of the whole sample and hidden is a shard, pass whole_sample=True to next_tokens"),
+        (tuple(inputs.shape) == expected and (not several or labels.dim() > len(expected)),
+         f"{name} must have the leading axes of hidden (the first times tp with sequence "
+         f"parallelism){', then one of classes' * several}, because each token has a label",
+         f"{name} {tuple(labels.shape)} instead of {(*expected, 'k') if several else expected}",
+         "transpose or gather them; if labels are of the whole sample and hidden is a shard, pass "
+         "whole_sample=True to next_tokens"),
         (not (labels.dtype.is_floating_point or labels.dtype == torch.bool),
-         "labels must be integers, because they name classes", str(labels.dtype), "cast them"),
+         f"{name} must be integers, because they name classes", str(labels.dtype), "cast them"),
         (not any(mask.is_complex() for mask in masks), "loss_mask must not be complex, because it "
          "weights the losses", f"{[str(m.dtype) for m in masks]}", "pass real weights"),
-        (all(mask.shape == labels.shape for mask in masks), "loss_mask must have the shape of "
+        (all(mask.shape == inputs.shape for mask in masks), "loss_mask must have the shape of "
          "labels, because each token has a weight", f"{[tuple(m.shape) for m in masks]}",
          "reshape it"),
-        (len(devices) == 1, "hidden, weight, labels and loss_mask must be on one device, because "
+        (len(devices) == 1, f"hidden, weight, {name} and loss_mask must be on one device, because "
          "one kernel reads them", ", ".join(sorted(devices)), "move them"),
         (settings.get("reduction", "none") in ("none", "sum", "mean"), "reduction must be none, "
          "sum or mean, because a misspelt value would be ignored", repr(settings.get("reduction")),
@@ -135,6 +158,9 @@ def _needs_of_values(
         (settings.get("grads", "auto") in ("auto", "forward", "recompute"), "grads must be auto, "
          "forward or recompute, because a misspelt value would be ignored",
          repr(settings.get("grads")), "choose one of these"),
+        (type(k := settings.get("k", 1)) is int and 1 <= k <= vocab, "k must be an integer "
+         "from 1 to the number of classes, because so many of them are kept", f"{k!r} of {vocab}",
+         "choose another k"),
         (not (settings.get("return_lse") and settings.get("grads") == "forward"),
          "return_lse needs grads='recompute', because its gradient is not known in forward",
          "grads='forward'", "leave grads out"),
@@ -149,13 +175,14 @@ def _needs_of_values(
 
 def _terms(inputs: LossInputs, options: LossOptions, settings: Mapping) -> dict[str, str]:
     """What must be the same on all ranks, in words."""
-    hidden, weight, _, loss_mask, supervised = inputs
+    hidden, weight, _, loss_mask, supervised, _ = inputs
+    is_count = isinstance(supervised, SupervisedCount)
     return {
         **{name: str(tuple(x.shape)) for name, x in inputs.tensors.items() if name != "loss_mask"},
         "dtype": f"{hidden.dtype}, {weight.dtype}",
-        "device": f"{hidden.device.type}, {rows.processors_of(hidden.device)} multiprocessors",
+        "device": f"{hidden.device.type}, {processors_of(hidden.device)} multiprocessors",
         "loss_mask": str(loss_mask is not None),
-        "supervised": str(supervised is not None),
+        "supervised": "a count" if is_count else str(supervised),
         "gradients": f"{torch.is_grad_enabled()}, {hidden.requires_grad}, {weight.requires_grad}, "
         f"{held_bytes(weight)}",
         "options": f"{options} {dict(settings)}",
@@ -164,68 +191,85 @@ def _terms(inputs: LossInputs, options: LossOptions, settings: Mapping) -> dict[
 
 def _compared(
     inputs: LossInputs, tp: TensorParallel, options: LossOptions
-) -> tuple[Tensor, int | None, Tensor | None]:
-    """Compare labels, masks and the number of tokens by one collective, on CPUs also of a rank that
+) -> tuple[Tensor, Sequence[int] | None, Tensor | None]:
+    """Compare labels, masks and numbers of tokens by one collective, on CPUs also of a rank that
     fails before it.
 
     Returns:
-        which tokens count; the most that are computed per block, None for all; and on a GPU 1, or
+        which tokens count; how many are computed of each block, None for all; and on a GPU 1, or
         NaN if something differs.
     """
-    labels, failure = inputs.labels, None
+    labels, supervised, failure = inputs.labels, inputs.supervised, None
+    on_gpu = _stays_on_gpu(labels)
     try:
-        counted = None if inputs.supervised is None else inputs.supervised.wait()
-        valid = rows.valid_tokens(labels, inputs.loss_mask, options.ignore_index)
-        if _stays_on_gpu(labels) and counted is None and tp.group is None:
+        given = supervised.wait() if isinstance(supervised, SupervisedCount) else None
+        valid = valid_tokens(labels, inputs.loss_mask, options.ignore_index, inputs.several)
+        if on_gpu and supervised == "all" and tp.group is None:
             return valid, None, None
-        counts, wrong = _counted(inputs, valid, counted, tp)
+        numbers, wrong = _numbers(inputs, valid, given, tp, options)
     except Exception as error:
         if tp.group is None:
             raise
-        if _stays_on_gpu(labels):  # nothing can be raised on the others, who go on with the pass
+        if on_gpu:  # nothing can be raised on the others, who go on with the pass
             with reporting_errors(tp.group):
                 raise
-        failure, counts = error, torch.tensor([0, 0, 0, 0, 0, tp.rank + 1], device=labels.device)
+        failure = error
+        numbers = torch.tensor([0] * (tp.blocks + 4) + [tp.rank + 1], device=labels.device)
     if tp.group is not None:
-        dist.all_reduce(counts, dist.ReduceOp.MAX, tp.group)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, tp.group)
     if failure is not None:
         try:
             raise failure
         finally:
             failure = None  # its frames hold this one, and so tensors
-    if _stays_on_gpu(labels):
-        fail = (counts[2] > 0) | (counts[3] != ~counts[4])
-        return valid, counted, torch.where(fail, torch.nan, 1.0)
+    counts, others = numbers.split((tp.blocks, 5))
+    if on_gpu:
+        fail = (others[1] > 0) | (others[2] != ~others[3])
+        given = counts.tolist() if supervised == "count" else given  # the CPU waits here
+        return valid, given, torch.where(fail, torch.nan, 1.0)
     got = labels[wrong][:3].tolist() or "some on another rank"
-    _refuse_differences(counts.tolist(), got, inputs.weight.shape[0] * tp.size, options)
-    return valid, int(counts[0]), None
+    _refuse_differences(others.tolist(), got, inputs, tp, options)
+    return valid, counts.tolist(), None
 
 
-def _counted(
-    inputs: LossInputs, valid: Tensor, counted: int | None, tp: TensorParallel
-) -> tuple[Tensor, Tensor]:
-    """What is compared: the most tokens of a block, how many labels are wrong, whether there are
-    more than were counted, a hash and its complement, and a rank that failed; which are wrong."""
+def _numbers(
+    inputs: LossInputs, valid: Tensor, given: Sequence[int] | None, tp: TensorParallel,
+    options: LossOptions,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What is compared: the tokens of each block, how many labels are wrong, whether there are more
+    tokens than were counted, a hash and its complement, and a rank that failed; which are wrong."""
     labels, loss_mask = inputs.labels, inputs.loss_mask
-    wrong = valid & ((labels < 0) | (labels >= inputs.weight.shape[0] * tp.size))
+    named, wrong = valid, wrong_classes(labels, inputs.weight.shape[0] * tp.size)
+    if inputs.several:
+        named = valid.unsqueeze(-1) & (labels != options.ignore_index)
+        wrong |= named_twice(labels)
+    wrong &= named
     weights = (valid if loss_mask is None else loss_mask.where(valid, 0)).double()
-    hashed = digest(torch.cat((labels.where(valid, 0).long(), weights.view(torch.int64))))
-    most = rows.most_valid(valid, tp.blocks)
-    more = most > (labels.numel() if counted is None else counted)
-    nobody = torch.zeros_like(hashed)
-    return torch.stack((most, wrong.sum(), more.long(), hashed, ~hashed, nobody)), wrong
+    known = labels.where(named, 0).long().flatten()
+    hashed = digest(torch.cat((known, weights.view(torch.int64).flatten())))
+    counts = valid_counts(valid, tp.blocks)
+    more = torch.zeros_like(hashed)
+    if given is not None:
+        pairs = zip(counts, given, strict=True)  # numbers, as a tensor would be copied to a GPU
+        more = torch.stack([count > number for count, number in pairs]).any().long()
+    rest = torch.stack((wrong.sum(), more, hashed, ~hashed, torch.zeros_like(hashed)))
+    return torch.cat((counts, rest)), wrong
 
 
-def _refuse_differences(counts: list[int], got: object, vocab: int, options: LossOptions) -> None:
-    _, wrong, more, largest, smallest, failed = counts
+def _refuse_differences(
+    others: list[int], got: object, inputs: LossInputs, tp: TensorParallel, options: LossOptions
+) -> None:
+    wrong, more, largest, smallest, failed = others
+    vocab, name = inputs.weight.shape[0] * tp.size, inputs.name
     if failed:
         raise failed_elsewhere([failed - 1])
     if wrong:
-        raise BurstError(f"{WHO}: labels must be in [0, {vocab}) or {options.ignore_index}, "
-                         f"because they name classes of the vocabulary; got {got}; check the "
+        raise BurstError(f"{WHO}: {name} must be in [0, {vocab}) or {options.ignore_index}"
+                         + ", each once for a token" * inputs.several
+                         + f", because they name classes of the vocabulary; got {got}; check the "
                          "tokenizer, or mask them")  # fmt: skip
     if largest != ~smallest:
-        raise DisagreementError(f"{WHO}: labels and loss_mask must be the same on all ranks of a "
+        raise DisagreementError(f"{WHO}: {name} and loss_mask must be the same on all ranks of a "
                                 "tensor-parallel group, because each computes its part of every "
                                 "token's logits; got different ones on another rank; broadcast the "
                                 "batch within the group")  # fmt: skip

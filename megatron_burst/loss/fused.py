@@ -46,6 +46,18 @@ def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, options: LossOption
         )  # fmt: skip
 
 
+def swap_(raw: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """`statistics.swap_`; a program does a row."""
+    rows, count = columns.shape
+    before = raw.new_empty(rows, count)
+    if rows:
+        columns, values = columns.contiguous(), values.contiguous()
+        with torch.cuda.device_of(raw):
+            _swap_kernel[(rows,)](raw, columns, values, before, raw.shape[1], count, raw.stride(0),
+                                  LANES=triton.next_power_of_2(count), num_warps=1)  # fmt: skip
+    return before
+
+
 def _block(classes: int, most: int) -> int:
     return min(most, max(_SIDE, triton.next_power_of_2(classes)))
 
@@ -59,6 +71,12 @@ def _logits(x, scale, softcap, CAPPED: tl.constexpr):
         e = tl.exp(-2.0 * tl.abs(z) / softcap)
         z = tl.where(z < 0, -softcap, softcap) * (1.0 - e) / (1.0 + e)
     return z
+
+
+@triton.jit
+def _finite(lse):
+    """A log-sum-exp, or a largest logit, to subtract; of no classes 0."""
+    return tl.where(lse == -float("inf"), 0.0, lse)
 
 
 @triton.jit(do_not_specialize=["scale", "softcap"])
@@ -77,7 +95,9 @@ def _statistics_kernel(stats, raw, targets, classes, stats_step, raw_step, scale
     for block in range(BLOCKS):  # a constant: the interpreter supports no other bounds
         at = block * LANES * SIDE + columns
         inside = at < classes
-        z = _logits(tl.load(raw + at, mask=inside, other=0.0), scale, softcap, CAPPED)
+        x = tl.load(raw + at, mask=inside, other=0.0)
+        z = _logits(x, scale, softcap, CAPPED)
+        inside = inside & (x != -float("inf"))
         masked = tl.where(inside, z, -float("inf"))
         now = tl.maximum(largest, tl.max(masked, axis=1))
         base = tl.where(now == -float("inf"), 0.0, now)  # no valid class so far
@@ -88,12 +108,12 @@ def _statistics_kernel(stats, raw, targets, classes, stats_step, raw_step, scale
             weighted = weighted * shrink + tl.sum(tl.where(inside, e * z, 0.0), axis=1)
             total += tl.sum(tl.where(inside, z, 0.0), axis=1)
         largest = now
-    top = tl.max(largest, axis=0)
+    top = _finite(tl.max(largest, axis=0))
     shrink = tl.exp(largest - top)
     whole = tl.sum(weight * shrink, axis=0)
     lse = top + tl.log(whole)
     before = tl.load(stats)
-    high = tl.maximum(before, lse)
+    high = _finite(tl.maximum(before, lse))
     merged = high + tl.log(tl.exp(before - high) + tl.exp(lse - high))
     tl.store(stats, merged)
     target = tl.load(targets + row)
@@ -103,8 +123,9 @@ def _statistics_kernel(stats, raw, targets, classes, stats_step, raw_step, scale
     tl.store(stats + stats_step, tl.load(stats + stats_step) + z)
     if EXTRAS:
         tl.store(stats + 2 * stats_step, tl.load(stats + 2 * stats_step) + tl.sum(total, axis=0))
-        mean = tl.load(stats + 3 * stats_step) * tl.exp(before - merged)
-        mean += tl.sum(weighted * shrink, axis=0) / whole * tl.exp(lse - merged)
+        base = _finite(merged)
+        mean = tl.load(stats + 3 * stats_step) * tl.exp(before - base)
+        mean += tl.sum(weighted * shrink, axis=0) / tl.maximum(whole, 1e-38) * tl.exp(lse - base)
         tl.store(stats + 3 * stats_step, mean)
 
 
@@ -128,3 +149,15 @@ def _gradient_kernel(raw, targets, factors, classes, raw_step, factors_step, sca
     if CAPPED:
         dz *= 1.0 - (z / softcap) * (z / softcap)
     tl.store(pointers, (dz * scale).to(x.dtype), mask=inside)
+
+
+@triton.jit
+def _swap_kernel(raw, columns, values, before, classes, count, raw_step, LANES: tl.constexpr):
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    place, listed = row * count + lane, lane < count
+    column = tl.load(columns + place, mask=listed, other=-1)
+    inside = (column >= 0) & (column < classes)
+    pointers = raw + row * raw_step + column
+    x = tl.load(pointers, mask=inside, other=0.0)
+    tl.store(before + place, x, mask=listed)
+    tl.store(pointers, tl.load(values + place, mask=inside, other=0.0).to(x.dtype), mask=inside)

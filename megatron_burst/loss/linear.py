@@ -11,8 +11,10 @@ from torch import Tensor
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed, held_bytes
 from megatron_burst.loss.checks import LossInputs, checked_rows
 from megatron_burst.loss.passes import Head
-from megatron_burst.loss.rows import Rows, SupervisedCount, TensorParallel, valid_tokens
+from megatron_burst.loss.rows import Rows
 from megatron_burst.loss.statistics import Grads, LossOptions, Reduction, sum_dtype
+from megatron_burst.loss.supervised import Supervised, valid_tokens
+from megatron_burst.loss.tensor_parallel import TensorParallel
 from megatron_burst.loss.tiles import choose_tiles, fixed_tiles
 from megatron_burst.transforms import autocast_inputs, compilable, uncompiled
 
@@ -22,7 +24,7 @@ def linear_cross_entropy(
     sequence_parallel: bool = False, reduction: Reduction = "mean", ignore_index: int = -100,
     loss_mask: Tensor | None = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
     softcap: float = 0.0, logit_scale: float = 1.0, return_lse: bool = False,
-    grads: Grads = "auto", keep_logits: bool = True, supervised: SupervisedCount | None = None,
+    grads: Grads = "auto", keep_logits: bool = True, supervised: Supervised = "all",
     invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Cross entropy of `hidden @ weight.T`, computed one tile of logits at a time.
@@ -31,10 +33,10 @@ def linear_cross_entropy(
     weight, for any number of tokens. If Megatron's `main_grad` is that gradient, computing
     gradients in forward needs one more. Statistics, loss and sums are in float32 (float64 for
     float64); logits and their gradients are rounded to the model's dtype for the GEMMs. It never
-    synchronizes with the GPU. Under torch's autocast hidden and weight are cast to its dtype, as
-    for torch's own products. A token is ignored (loss 0, gradient 0, whatever its hidden state)
-    if its label is `ignore_index` or its mask is 0. In torch.compile it is one operator of the
-    graph if gradients are computed in forward, else a graph break.
+    synchronizes with the GPU, but for supervised="count". Under torch's autocast hidden and weight
+    are cast to its dtype, as for torch's own products. A token is ignored (loss 0, gradient 0,
+    whatever its hidden state) if its label is `ignore_index` or its mask is 0. In torch.compile it
+    is one operator of the graph if gradients are computed in forward, else a graph break.
 
     Args:
         hidden: [..., h] in bf16, fp16, fp32 or fp64; any strides. In Megatron [s, b, h]; with
@@ -60,8 +62,11 @@ def linear_cross_entropy(
             return_lse, else "recompute".
         keep_logits: if logits are recomputed in backward, whether to save the last tile of them, in
             the memory above; pass False if several losses wait for backward at the same time.
-        supervised: from `count_supervised`; skips ignored tokens on a GPU. On the CPU they are
-            always skipped. A count below this call's is refused; on a GPU all losses become NaN.
+        supervised: what skips ignored tokens on a GPU; on the CPU they are always skipped. A result
+            of `count_supervised`: a count below this call's is refused, on a GPU all losses become
+            NaN. "count": they are counted now, for which the CPU waits for the GPU. "all": none
+            is skipped. With sequence parallelism ranks share the work evenly, whoever has the
+            tokens.
         invariant: whether a token's loss must not depend on how many tokens there are, to the last
             bit: logits then come from products of a fixed number of rows, with zeros if need be.
 
@@ -113,7 +118,7 @@ def ready_loss(
 ) -> tuple[Rows, Tensor | None, Head]:  # fmt: skip
     """A call that all ranks agree on: its rows, the weights of losses in the reduction, [blocks,
     tokens], and its head. `needs_grad`: whether hidden states and the weight need gradients."""
-    hidden, weight, _, loss_mask, _ = inputs
+    hidden, weight, loss_mask = inputs.hidden, inputs.weight, inputs.loss_mask
     options = LossOptions(*(settings[field.name] for field in fields(LossOptions)))
     tp = TensorParallel.of(tp_group, settings["sequence_parallel"])
     compared = {name: settings[name] for name in ("reduction", "grads", "return_lse", "invariant")}
@@ -126,7 +131,7 @@ def ready_loss(
     whole = mode == "forward" and any(needs_grad)
     rows, weights = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
     sum_bytes = held_bytes(weight) if whole and needs_grad[1] else 0
-    head = _head(hidden, weight, options, tp, rows, whole, sum_bytes, invariant)
+    head = head_of(inputs, options, tp, rows, whole, sum_bytes, invariant)
     keep = head.keep if whole else settings["keep_logits"]
     return rows, weights, replace(head, keep=keep, whole=whole)
 
@@ -144,6 +149,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
                     tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
                     loss_mask: Tensor | None = None, options: LossOptions | None = None,
                     entropy: bool = True, keep_logits: bool = True,
+                    supervised: Supervised = "count",
                     invariant: bool = False) -> TokenLogProbs:  # fmt: skip
     """Log-probabilities of labels and entropies, for reinforcement learning; both differentiable.
 
@@ -157,6 +163,8 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
         entropy: whether to compute entropies.
         keep_logits: whether to save up to 0.9 GiB of logits for backward; pass False if several
             calls wait for backward at the same time.
+        supervised: as of `linear_cross_entropy`. By default the CPU waits for a count of the tokens
+            that are not ignored; to go on without, pass a count of `count_supervised`, or "all".
         invariant: whether a token's values must not depend on how many tokens there are, to the
             last bit, as with `BurstConfig.invariant`.
 
@@ -166,9 +174,9 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
     hidden, weight = autocast_inputs(hidden, weight)
     options = LossOptions() if options is None else options
     tp = TensorParallel.of(tp_group, sequence_parallel)
-    inputs = LossInputs(hidden, weight, labels, loss_mask)
+    inputs = LossInputs(hidden, weight, labels, loss_mask, supervised)
     rows = checked_rows(inputs, tp, options, {"entropy": entropy, "invariant": invariant})
-    head = _head(hidden, weight, options, tp, rows, False, invariant=invariant)
+    head = head_of(inputs, options, tp, rows, invariant=invariant)
     head = replace(head, entropy=entropy, keep=keep_logits)
     loss, _, entropies = Recomputed.apply(hidden, weight, rows, head)
     mask = valid_tokens(labels, loss_mask, options.ignore_index)
@@ -202,9 +210,11 @@ def _weights(rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.
     return torch.where(total == 0, 0, weights / total)
 
 
-def _head(
-    hidden, weight, options, tp, rows: Rows, whole: bool, sum_bytes=0, invariant: bool = False
-) -> Head:
-    choose = fixed_tiles if invariant else choose_tiles
-    tiles = choose(tp.sizes(rows.labels.numel(), hidden, weight, sum_bytes), whole)
+def head_of(
+    inputs: LossInputs, options: LossOptions, tp: TensorParallel, rows: Rows, whole: bool = False,
+    sum_bytes: int = 0, invariant: bool = False,
+) -> Head:  # fmt: skip
+    """The head of a call, with tiles for its sizes."""
+    choose, weight = fixed_tiles if invariant else choose_tiles, inputs.weight
+    tiles = choose(tp.sizes(rows.valid.numel(), inputs.hidden, weight, sum_bytes), whole)
     return Head(options, tp, tiles, weight.shape[0] * tp.size)

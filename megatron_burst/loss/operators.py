@@ -57,7 +57,8 @@ def _is_operator(tensors: tuple, loss_mask: Any, settings: dict[str, Any]) -> bo
     late = hidden.dtype == torch.float16 or settings["return_lse"]
     scalar = settings["reduction"] in ("sum", "mean") and not settings["return_lse"]
     in_forward = settings["grads"] == "forward" or (settings["grads"] == "auto" and not late)
-    plain_weight = settings["supervised"] is None and getattr(weight, "main_grad", None) is None
+    is_word = isinstance(settings["supervised"], str)
+    plain_weight = is_word and getattr(weight, "main_grad", None) is None
     return scalar and in_forward and plain_weight and not any(x.requires_grad for x in masks)
 
 

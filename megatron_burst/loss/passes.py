@@ -3,14 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import setitem
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron_burst.loss import classes as of_classes
 from megatron_burst.loss import statistics
 from megatron_burst.loss.attempt import Attempt
-from megatron_burst.loss.rows import HiddenGrad, Rows, TensorParallel
+from megatron_burst.loss.rows import Rows, wrong_classes
 from megatron_burst.loss.statistics import Factor, LossOptions, Stat, sum_dtype
+from megatron_burst.loss.tensor_parallel import HiddenGrad, TensorParallel
 from megatron_burst.loss.tiles import Tiles, choose_tiles
 
 
@@ -31,6 +35,13 @@ class Head:
         return self.entropy or self.options.label_smoothing > 0
 
 
+class Factors(NamedTuple):
+    """What makes the gradient of raw logits."""
+
+    rows: Tensor  # [5, blocks, n]; see `statistics.Factor`
+    classes: Tensor | None = None  # [blocks, n, k]: the gradients of each token's classes
+
+
 @dataclass(slots=True)
 class Sums:
     """Accumulators of gradients; None for those not needed."""
@@ -42,29 +53,35 @@ class Sums:
 
 def statistics_pass(
     head: Head, hidden: Tensor, weight: Tensor, rows: Rows, attempt: Attempt
-) -> tuple[Tensor | None, Tensor | None]:
-    """Statistics [4, blocks, n] of the whole vocabulary, by one collective for all rows, and the
-    tile buffer, which still holds the last tile's logits; None after a failure."""
-    shape, dtype = (len(Stat), *rows.labels.shape), sum_dtype(hidden.dtype)
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Statistics [4, blocks, n] of the whole vocabulary, by one collective for all rows; where each
+    token has several classes, these are left out, and their logits z [blocks, n, k] are returned;
+    and the tile buffer, which still holds the last tile's logits. None after a failure."""
+    shape, dtype = (len(Stat), *rows.valid.shape), sum_dtype(hidden.dtype)
     stats = attempt(hidden.new_empty, shape, dtype=dtype)
-    buffer = attempt(_tile_buffer, head, hidden)
+    several = rows.labels.dim() > 2
+    z = attempt(hidden.new_zeros, rows.labels.shape, dtype=dtype) if several else None
+    buffer = attempt(tile_buffer, head, hidden)
     for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows):
-        local = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
+        local = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer, z)
         attempt(setitem, stats, (..., piece), local)
     whole = head.tp.combine(attempt, attempt.or_nan(stats, shape, dtype))
-    return attempt(_poisoned, whole), buffer
+    if several and head.tp.size > 1 and rows.count:
+        z = attempt.or_nan(z, rows.labels.shape, dtype)
+        dist.all_reduce(z, group=head.tp.group)
+    return attempt(_poisoned, whole), z, buffer
 
 
-def gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Tensor | None,
+def gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factors: Factors | None,
                   sums: Sums, attempt: Attempt, tile: Tensor | None = None) -> None:  # fmt: skip
     """Accumulate gradients, recomputing logits; tiles go from last to first.
 
-    `factors`: [5, blocks, n]; `tile`: the buffer of a statistics pass, which is overwritten.
+    `tile`: the buffer of a statistics pass, which is overwritten.
     """
     computed = tile is not None
-    buffer = tile if computed else attempt(_tile_buffer, head, hidden)
+    buffer = tile if computed else attempt(tile_buffer, head, hidden)
     for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows, backwards=True):
-        tiles = _tiles(head, x, weight, rows, piece, buffer, computed, backwards=True)
+        tiles = tiles_of(head, x, weight, rows, piece, buffer, computed, backwards=True)
         total = attempt(_chunk_gradient, head, x, weight, tiles, factors, piece, sums)
         computed = False
         if sums.hidden is not None:
@@ -72,11 +89,18 @@ def gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows, factor
         del x, tiles, total  # before the next ones are made
 
 
-def _chunk_gradient(head, x, weight, tiles, factors, piece: slice, sums: Sums) -> Tensor | None:
+def _chunk_gradient(
+    head: Head, x: Tensor, weight: Tensor, tiles: Iterator, factors: Factors, piece: slice,
+    sums: Sums,
+) -> Tensor | None:  # fmt: skip
     """Add the weight's gradient; returns the hidden states' [blocks * some, h], if needed."""
-    factors, total = factors[:, :, piece].flatten(1), None
+    of_rows, total = factors.rows[:, :, piece].flatten(1), None
     for classes, raw, targets in tiles:
-        _kernels(raw).gradient_(raw, targets, factors, head.options)
+        if factors.classes is None:
+            kernels_of(raw).gradient_(raw, targets, of_rows, head.options)
+        else:
+            given = factors.classes[:, piece].flatten(0, 1)
+            of_classes.gradient_(kernels_of(raw), raw, targets, of_rows, given, head.options)
         if sums.weight is not None:
             add_product(sums.weight[classes], raw.t(), x)
         if sums.hidden is not None:
@@ -96,13 +120,13 @@ def forward_gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows
     """
     blocks, dtype = len(rows.labels), sum_dtype(hidden.dtype)
     stats = attempt(hidden.new_empty, (len(Stat), *rows.labels.shape), dtype=dtype)
-    buffer = attempt(_tile_buffer, head, hidden)
+    buffer = attempt(tile_buffer, head, hidden)
 
     def gradient(piece: slice, x: Tensor, whole: Tensor) -> Tensor | None:
         stats[:, :, piece] = _poisoned(whole)
         factors = loss_factors(head, stats[:, :, piece], row_weight[:, piece]).flatten(1)
-        ((_, raw, targets),) = _tiles(head, x, weight, rows, piece, buffer, computed=True)
-        _kernels(raw).gradient_(raw, targets, factors, head.options)
+        ((_, raw, targets),) = tiles_of(head, x, weight, rows, piece, buffer, computed=True)
+        kernels_of(raw).gradient_(raw, targets, factors, head.options)
         if sums.weight is not None:
             add_product(sums.weight, raw.t(), x, first=sums.fresh and piece.start == 0)
         return None if sums.hidden is None else torch.mm(raw, weight)
@@ -169,15 +193,26 @@ def loss_factors(head: Head, stats: Tensor, grad: Tensor) -> Tensor:
     return factors
 
 
-def _chunk_statistics(head, x, weight, rows: Rows, piece: slice, buffer) -> Tensor:
-    """Statistics [4, blocks, some] of this rank's classes."""
+def _chunk_statistics(
+    head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor,
+    z: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Statistics [4, blocks, some] of this rank's classes; adds to logits of named classes."""
     stats = statistics.empty_statistics(x.shape[0], x)
-    labels = rows.labels[:, piece]
-    wrong = rows.valid[:, piece] & ((labels < 0) | (labels >= head.vocab))
-    stats[Stat.TARGET].masked_fill_(wrong.flatten(), torch.nan)
-    for _, raw, targets in _tiles(head, x, weight, rows, piece, buffer):
-        _kernels(raw).merge_statistics(stats, raw, targets, head.options, head.extras)
-    return stats.view(len(Stat), rows.labels.shape[0], -1)
+    labels, valid = rows.labels[:, piece], rows.valid[:, piece]
+    if z is None:
+        wrong = wrong_classes(labels, head.vocab)
+    else:
+        wrong = of_classes.wrong(labels, head.vocab, head.options.ignore_index)
+    stats[Stat.TARGET].masked_fill_((valid & wrong).flatten(), torch.nan)
+    for _, raw, targets in tiles_of(head, x, weight, rows, piece, buffer):
+        if z is None:
+            kernels_of(raw).merge_statistics(stats, raw, targets, head.options, head.extras)
+        else:
+            z[:, piece] += of_classes.merge_others(
+                kernels_of(raw), stats, raw, targets, head.options, head.extras
+            ).view_as(labels)
+    return stats.view(len(Stat), len(labels), -1)
 
 
 def _poisoned(stats: Tensor) -> Tensor:
@@ -187,11 +222,11 @@ def _poisoned(stats: Tensor) -> Tensor:
     return stats
 
 
-def _tiles(head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor,
+def tiles_of(head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, buffer: Tensor,
            computed=False, backwards=False) -> Iterator[tuple[slice, Tensor, Tensor]]:  # fmt: skip
     """Tiles of a chunk: (classes, raw logits, columns of the labels); all in one buffer, which
     still holds the first tile's logits if they are `computed`."""
-    labels = rows.labels[:, piece].flatten() - head.tp.rank * weight.shape[0]
+    labels = rows.labels[:, piece].flatten(0, 1) - head.tp.rank * weight.shape[0]
     starts = range(0, weight.shape[0], head.tiles.classes)
     for start in reversed(starts) if backwards else starts:
         classes = slice(start, min(start + head.tiles.classes, weight.shape[0]))
@@ -222,11 +257,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> Non
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
 
 
-def _tile_buffer(head: Head, hidden: Tensor) -> Tensor:
+def tile_buffer(head: Head, hidden: Tensor) -> Tensor:
+    """Memory for one tile of logits."""
     return hidden.new_empty(head.tiles.rows * head.tiles.classes)
 
 
-def _kernels(raw: Tensor):
+def kernels_of(raw: Tensor) -> Any:
     """Triton's on GPUs, torch's elsewhere and for float64."""
     if not raw.is_cuda or raw.dtype == torch.float64:
         return statistics

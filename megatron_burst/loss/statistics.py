@@ -96,7 +96,7 @@ def empty_statistics(rows: int, like: Tensor) -> Tensor:
 def merge_statistics(
     stats: Tensor, raw: Tensor, targets: Tensor, options: LossOptions, extras: bool
 ) -> None:
-    """Merge a tile into the statistics of its rows.
+    """Merge a tile into the statistics of its rows. A raw logit of -inf is that of no class.
 
     Args:
         stats: [4, rows], changed in place.
@@ -105,33 +105,67 @@ def merge_statistics(
         options: scale and cap.
         extras: whether to compute TOTAL and MEAN.
     """
-    z = _logits(raw, options)
+    z = logits(raw, options)
     lse = z.logsumexp(1)
     merged = torch.logaddexp(stats[Stat.LSE], lse)
     column = targets.clamp(0, z.shape[1] - 1).unsqueeze(1)
     is_inside = (targets >= 0) & (targets < z.shape[1])
     stats[Stat.TARGET] += torch.where(is_inside, z.gather(1, column).squeeze(1), 0)
     if extras:
-        stats[Stat.TOTAL] += z.sum(1)
-        mean = ((z - lse.unsqueeze(1)).exp() * z).sum(1)
-        before, now = (stats[Stat.LSE] - merged).exp(), (lse - merged).exp()
+        finite, base = z.masked_fill(z == -torch.inf, 0), _finite(merged)
+        stats[Stat.TOTAL] += finite.sum(1)
+        mean = ((z - _finite(lse).unsqueeze(1)).exp() * finite).sum(1)
+        before, now = (stats[Stat.LSE] - base).exp(), (lse - base).exp()
         stats[Stat.MEAN] = stats[Stat.MEAN] * before + mean * now
     stats[Stat.LSE] = merged
+
+
+def combined(parts: Tensor) -> Tensor:
+    """Statistics of the whole vocabulary, from those of its parts [parts, 4, ...]."""
+    lses, whole = parts[:, Stat.LSE], parts.sum(0)
+    whole[Stat.LSE] = lses.logsumexp(0)
+    shares = (lses - _finite(whole[Stat.LSE])).exp()
+    whole[Stat.MEAN] = (shares * parts[:, Stat.MEAN]).sum(0)
+    return whole
 
 
 def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, options: LossOptions) -> None:
     """Replace raw logits by their gradient in place, rounded once to the dtype; factors [5, rows],
     other arguments as of `merge_statistics`."""
-    z = _logits(raw, options)
+    z = logits(raw, options)
     lse, softmax, slope, label, constant = (factor.unsqueeze(1) for factor in factors)
     dz = (z - lse).exp() * (softmax + slope * z) - constant
     columns = torch.arange(z.shape[1], device=z.device)
     dz -= torch.where(columns == targets.unsqueeze(1), label, 0)
-    if options.softcap:
-        dz *= 1 - (z / options.softcap).square()
-    raw.copy_(dz * options.logit_scale)
+    raw.copy_(raw_gradient(dz, z, options))
 
 
-def _logits(raw: Tensor, options: LossOptions) -> Tensor:
+def swap_(raw: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Write values [rows, k] to columns [rows, k] of a tile, where these are in it; returns what
+    was there, 0 elsewhere. Columns of a row differ."""
+    row, place = ((columns >= 0) & (columns < raw.shape[1])).nonzero(as_tuple=True)
+    there, before = (row, columns[row, place]), raw.new_zeros(columns.shape)
+    before[row, place] = raw[there]
+    raw[there] = values[row, place].to(raw.dtype)
+    return before
+
+
+def logits(raw: Tensor, options: LossOptions) -> Tensor:
+    """z of raw logits, in the dtype of sums."""
     z = raw.to(sum_dtype(raw.dtype)) * options.logit_scale
-    return options.softcap * (z / options.softcap).tanh() if options.softcap else z
+    if not options.softcap:
+        return z
+    capped = options.softcap * (z / options.softcap).tanh()
+    return torch.where(z == -torch.inf, z, capped)
+
+
+def raw_gradient(dz: Tensor, z: Tensor, options: LossOptions) -> Tensor:
+    """The gradient of raw logits from that of z."""
+    if options.softcap:
+        dz = dz * (1 - (z / options.softcap).square())
+    return dz * options.logit_scale
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """A log-sum-exp to subtract; of no classes 0."""
+    return lse.masked_fill(lse == -torch.inf, 0)

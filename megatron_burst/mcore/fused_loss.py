@@ -24,8 +24,9 @@ from megatron_burst.installed import minor, version_of
 from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, token_log_probs
 from megatron_burst.loss.next_tokens import next_tokens
 from megatron_burst.loss.options import FusedLossConfig
-from megatron_burst.loss.rows import SupervisedCount, TensorParallel, count_supervised
 from megatron_burst.loss.statistics import LossOptions
+from megatron_burst.loss.supervised import Supervised, count_supervised
+from megatron_burst.loss.tensor_parallel import TensorParallel
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import global_args, wants_fused_loss
 from megatron_burst.mcore.checks import warn_if_counts_differ
@@ -60,7 +61,7 @@ class FusedHead:
         """After the model's forward, even if it failed."""
         self.active = False
         self.mask: Tensor | None = None
-        self.supervised: SupervisedCount | None = None
+        self.supervised: Supervised = "all"
         self.main_labels: Tensor | None = None
         self.head_masks: Iterator[HeadMask] = iter(())
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.passes import largest_class
-from megatron_burst.loss.rows import TensorParallel
+from megatron_burst.loss.tensor_parallel import TensorParallel
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
 
 

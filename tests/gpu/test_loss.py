@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron_burst.loss import passes, statistics, tiles
 from megatron_burst.loss.passes import add_product
-from megatron_burst.loss.rows import count_supervised
 from megatron_burst.loss.statistics import LossOptions
+from megatron_burst.loss.supervised import count_supervised
 from tests.gpu import needs_gpus
 from tests.gpu.heads import call, exact, fused, off, plain, problem_of
 from tests.loss import test_fused
@@ -94,8 +94,8 @@ def test_cuda_tensors_go_to_the_kernels_except_float64():
     from megatron_burst.loss import fused as kernels
 
     raw = torch.ones(1, 1, device="cuda")
-    assert passes._kernels(raw) is kernels and passes._kernels(raw.bfloat16()) is kernels
-    assert passes._kernels(raw.double()) is statistics
+    assert passes.kernels_of(raw) is kernels and passes.kernels_of(raw.bfloat16()) is kernels
+    assert passes.kernels_of(raw.double()) is statistics
 
 
 def sums_of_products(device, dtype) -> tuple[float, bool]:

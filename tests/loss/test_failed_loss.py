@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from megatron_burst import shards
 from megatron_burst.errors import BurstError, DisagreementError
-from megatron_burst.loss import checks, linear, passes, statistics
-from megatron_burst.loss import rows as loss_rows
+from megatron_burst.loss import checks, linear, passes, statistics, tensor_parallel
 from megatron_burst.loss.rows import Rows
 from tests.attention.failing import NoMemoryError
 from tests.loss.oracle import Problem, chunks_of, oracle, random_problem, relative_error
@@ -31,8 +30,8 @@ WORLD, TIMEOUT_S = 2, 60
 # before a pass: labels are compared, tokens chosen, weighted; its memory; what ranks gathered; its
 # results
 ONCE = [
-    (checks.rows, "valid_tokens"), (Rows, "of"), (linear, "_weights"), (passes, "_tile_buffer"),
-    (loss_rows, "_combined"), (passes, "_poisoned"), (passes, "losses"),
+    (checks, "valid_tokens"), (Rows, "of"), (linear, "_weights"), (passes, "tile_buffer"),
+    (tensor_parallel, "combined"), (passes, "_poisoned"), (passes, "losses"),
 ]  # fmt: skip
 PLACES = [*ONCE, (statistics, "merge_statistics"), (statistics, "gradient_")]  # of tiles
 
@@ -107,8 +106,8 @@ def test_after_a_failure_the_memory_of_the_pass_is_free(monkeypatch):
     """Without the garbage collector: the next try needs it."""
     from megatron_burst import linear_cross_entropy
 
-    made, make = [], passes._tile_buffer
-    monkeypatch.setattr(passes, "_tile_buffer", lambda *args: made.append(make(*args)) or made[-1])
+    made, make = [], passes.tile_buffer
+    monkeypatch.setattr(passes, "tile_buffer", lambda *args: made.append(make(*args)) or made[-1])
     problem = random_problem().leaves()
     gc.collect()
     gc.disable()

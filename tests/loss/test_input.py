@@ -106,9 +106,9 @@ def test_masked_tokens_are_not_computed(monkeypatch):
     assert sum(seen) == 10  # of 100
     assert relative_error(loss, oracle(problem)[0]) < 1e-14
     count = count_supervised(problem.labels, problem.loss_mask)
-    assert count.wait() == 10
+    assert count.wait() == (10,)
     with pytest.raises(BurstError, match="counted with the sharding.*got 3 parts instead of 1"):
-        run(problem, supervised=type(count)(3, count.count))
+        run(problem, supervised=type(count)(count.counts.repeat(3)))
 
 
 @BOTH
@@ -177,7 +177,7 @@ REFUSED = {
     "no weight": ((H, None, L), {}, r"weight must be a dense tensor.*got None"),
     "no hidden": ((None, W, L), {}, r"hidden must be a dense tensor.*got None"),
     "mask as a list": ((H, W, L), {"loss_mask": [1.0]}, r"loss_mask must be a dense.*got .1.0"),
-    "a number": ((H, W, L), {"supervised": 8}, r"supervised must be what.*got int; call"),
+    "a number": ((H, W, L), {"supervised": 8}, r"supervised must be what.*got 8; call"),
     "a mesh": ((H, W, L), {"tp_group": "tp"}, r"group must be a process group.*got a str"),
     "softcap": ((H, W, L), {"softcap": -3.0}, r"softcap must be 0 or positive.*got -3.0"),
     "scale": ((H, W, L), {"logit_scale": 0.0}, r"logit_scale must be positive and finite.*got 0"),

@@ -275,7 +275,7 @@ def refused_alone(rank):
     said, began = [], time.monotonic()
     ours = shard(random_problem(mask=False), rank, 2, False)
     counts = [count_supervised(ours.labels) for _ in range(2)]
-    counts[1] = replace(counts[1], blocks=2)
+    counts[1] = replace(counts[1], counts=counts[1].counts.repeat(2))
     first = [
         {"label_smoothing": 1.0}, {"z_loss": float("inf")}, {"supervised": counts[1]},
         {"labels": [1, 2]}, {"weight": None}, {"ignore_index": 1.5},

@@ -1,0 +1,85 @@
+"""Several classes of each token, and all others as one: their probabilities and gradients.
+
+Statistics are those of the other classes, so that a remainder near 0 is exact: while a tile is
+merged, the named classes' logits are -inf.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_burst.loss.rows import named_twice, wrong_classes
+from megatron_burst.loss.statistics import Factor, LossOptions, Stat, logits, raw_gradient
+
+
+def wrong(ids: Tensor, vocab: int, ignore_index: int) -> Tensor:
+    """Which tokens [...] name with ids [..., k] a class that does not exist, or one twice."""
+    named = ids != ignore_index
+    return (named & (wrong_classes(ids, vocab) | named_twice(ids))).any(-1)
+
+
+def merge_others(kernels: Any, stats: Tensor, raw: Tensor, columns: Tensor, options: LossOptions,
+                 extras: bool) -> Tensor:  # fmt: skip
+    """Merge a tile [rows, classes] without the columns [rows, k] of named classes; returns their
+    logits z, 0 for those outside of the tile. Other arguments as of `merge_statistics`."""
+    nothing = raw.new_full((), -torch.inf).expand(columns.shape)
+    before = kernels.swap_(raw, columns, nothing)
+    kernels.merge_statistics(stats, raw, columns.new_full(columns.shape[:1], -1), options, extras)
+    kernels.swap_(raw, columns, before)  # backward may use this tile
+    is_inside = (columns >= 0) & (columns < raw.shape[1])
+    return torch.where(is_inside, logits(before, options), 0)
+
+
+def gradient_(kernels: Any, raw: Tensor, columns: Tensor, factors: Tensor, gradients: Tensor,
+              options: LossOptions) -> None:  # fmt: skip
+    """Replace a tile's raw logits by their gradient: by factors [5, rows], and in the columns
+    [rows, k] of named classes by the gradients given for these."""
+    kernels.gradient_(raw, columns.new_full(columns.shape[:1], -1), factors, options)
+    kernels.swap_(raw, columns, gradients)
+
+
+def probabilities(
+    ids: Tensor, stats: Tensor, z: Tensor, options: LossOptions, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities [..., k] of classes (0 for ignored ones), those [...] of all others, the
+    mean [...] of all logits, 0 unless entropies are wanted, and the log-sum-exp [...].
+
+    Args:
+        ids: [..., k].
+        stats: [4, ...], of the other classes.
+        z: [..., k] logits of the classes.
+        options: what defines which ids are ignored.
+        entropy: whether the mean is computed.
+    """
+    named, others = ids != options.ignore_index, stats[Stat.LSE]
+    lse = torch.logaddexp(others, z.masked_fill(~named, -torch.inf).logsumexp(-1))
+    log_probs = (z - lse.unsqueeze(-1)).masked_fill(~named, 0)
+    rest, mean = others - lse, torch.zeros_like(lse)
+    if entropy:
+        mean = rest.exp() * stats[Stat.MEAN] + (log_probs.exp() * z * named).sum(-1)
+    return log_probs, rest, mean, lse
+
+
+def factors_of(
+    ids: Tensor, stats: Tensor, z: Tensor, options: LossOptions, grads: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Factors [5, ...] of the other classes' gradient, and the gradients of named classes' raw
+    logits [..., k], from those of log-probabilities, of the rest and of the entropy.
+
+    With p = softmax(z), r the probability of all others and g the sum of gradients of
+    log-probabilities: dz = -p (g + dentropy (z - mean)), plus dlog_prob of the class itself, or
+    d_rest p / r of others, for which p / r = exp(z - lse of others).
+    """
+    dlog_probs, drest, dentropy = grads
+    log_probs, rest, mean, lse = probabilities(ids, stats, z, options, True)
+    named, none = ids != options.ignore_index, stats[Stat.LSE] == -torch.inf
+    dlog_probs, drest = dlog_probs * named, drest.masked_fill(none, 0)
+    total, share = dlog_probs.sum(-1) + drest, rest.exp()
+    factors = lse.new_zeros(len(Factor), *lse.shape)
+    factors[Factor.LSE] = torch.where(none, lse, stats[Stat.LSE])
+    factors[Factor.SOFTMAX] = drest - share * (total - dentropy * mean)
+    factors[Factor.SLOPE] = -share * dentropy
+    shift = total.unsqueeze(-1) + dentropy.unsqueeze(-1) * (z - mean.unsqueeze(-1))
+    dz = (dlog_probs - log_probs.exp() * shift) * named
+    return factors, raw_gradient(dz, z, options)
