@@ -121,8 +121,7 @@ def _outputs(head: Head, rows: Rows, stats: Tensor, z: Tensor | None) -> tuple[T
         values = passes.losses(head, stats), stats[Stat.LSE], stats[Stat.LSE] - stats[Stat.MEAN]
     else:
         made = classes.probabilities(rows.labels, stats, z, head.options, head.entropy)
-        log_probs, rest, mean, lse = made
-        values = log_probs, rest, lse - mean
+        values = made[:3]
     return tuple(map(rows.spread, values))
 
 

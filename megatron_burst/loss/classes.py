@@ -42,23 +42,25 @@ def gradient_(kernels: Any, raw: Tensor, columns: Tensor, factors: Tensor, gradi
 def probabilities(
     ids: Tensor, stats: Tensor, z: Tensor, options: LossOptions, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities [..., k] of classes (0 for ignored ones), those [...] of all others, the
-    mean [...] of all logits, 0 unless entropies are wanted, and the log-sum-exp [...].
+    """Log-probabilities [..., k] of classes (0 for ignored ones), those [...] of all others,
+    entropies [...], 0 unless they are wanted, and log-sum-exps [...].
 
     Args:
         ids: [..., k].
         stats: [4, ...], of the other classes.
         z: [..., k] logits of the classes.
         options: what defines which ids are ignored.
-        entropy: whether the mean is computed.
+        entropy: whether statistics have what it needs.
     """
     named, others = ids != options.ignore_index, stats[Stat.LSE]
     lse = torch.logaddexp(others, z.masked_fill(~named, -torch.inf).logsumexp(-1))
     log_probs = (z - lse.unsqueeze(-1)).masked_fill(~named, 0)
-    rest, mean = others - lse, torch.zeros_like(lse)
+    rest, entropies = others - lse, torch.zeros_like(lse)
     if entropy:
-        mean = rest.exp() * stats[Stat.MEAN] + (log_probs.exp() * z * named).sum(-1)
-    return log_probs, rest, mean, lse
+        # without products of a logit, whose rounding would count as often as it is large
+        within = (others - stats[Stat.MEAN] - rest).masked_fill(others == -torch.inf, 0)
+        entropies = rest.exp() * within - (log_probs.exp() * log_probs).sum(-1)
+    return log_probs, rest, entropies, lse
 
 
 def factors_of(
@@ -72,7 +74,8 @@ def factors_of(
     d_rest p / r of others, for which p / r = exp(z - lse of others).
     """
     dlog_probs, drest, dentropy = grads
-    log_probs, rest, mean, lse = probabilities(ids, stats, z, options, True)
+    log_probs, rest, entropies, lse = probabilities(ids, stats, z, options, True)
+    mean = lse - entropies
     named, none = ids != options.ignore_index, stats[Stat.LSE] == -torch.inf
     dlog_probs, drest = dlog_probs * named, drest.masked_fill(none, 0)
     total, share = dlog_probs.sum(-1) + drest, rest.exp()

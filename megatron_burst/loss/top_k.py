@@ -243,7 +243,9 @@ def _of_all_ranks(
 def _outputs(head: Head, rows: Rows, best: _Best) -> tuple[Tensor, ...]:
     """Ids, log-probabilities, the rest and entropies of all tokens."""
     z = logits(best.raw, head.options)
-    log_probs, rest, mean, lse = probabilities(best.ids, best.stats, z, head.options, head.entropy)
+    log_probs, rest, entropies, _lse = probabilities(
+        best.ids, best.stats, z, head.options, head.entropy
+    )
     blocks = len(rows.valid)
-    values = best.ids, log_probs, rest, lse - mean
+    values = best.ids, log_probs, rest, entropies
     return tuple(rows.spread(x.unflatten(0, (blocks, -1))) for x in values)

@@ -1,0 +1,309 @@
+"""Probabilities of several classes, a teacher's top k and the KL divergence, against float64.
+
+600 random cases over 1, 2 and 4 tensor-parallel ranks. Guards against a remainder that cancels,
+classes named on another rank or in another tile, rows that a rank computes for another one and
+sends back to the wrong place, and gradients of ignored tokens or ids.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_burst import class_log_probs, top_k_kl, top_k_log_probs
+from megatron_burst.errors import BurstError, DisagreementError
+from megatron_burst.loss import classes, top_k
+from megatron_burst.loss.statistics import LossOptions
+from megatron_burst.loss.top_k import ClassLogProbs
+from tests.attention.failing import NoMemoryError
+from tests.loss.oracle import chunks_of, relative_error
+from tests.loss.test_failed_loss import failing
+from tests.ranks import preload, run_ranks
+
+pytestmark = pytest.mark.numeric
+preload("megatron_burst.loss.top_k", "tests.loss.oracle")
+CASES = 200  # of each number of ranks
+MASKS = ("all", "none", "few", "one block", "most of one block")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one call."""
+
+    hidden: Tensor  # [s, b, h]
+    weight: Tensor  # [vocab, h]
+    ids: Tensor  # [s, b, k]
+    mask: Tensor  # [s, b]
+    options: LossOptions
+    sequence_parallel: bool
+    chunk: int | None
+    tied: bool  # whether the weight has another gradient too
+
+
+def random_case(seed: int, ranks: int) -> Case:
+    draw, generator = Random(seed), torch.Generator().manual_seed(seed)
+    s, b, width = ranks * draw.randint(1, 6), draw.randint(1, 3), draw.randint(1, 12)
+    vocab = ranks * draw.randint(1, 400 // ranks)
+    k = draw.randint(1, min(64, vocab))
+    dtype = draw.choice((torch.float64, torch.float64, torch.float32, torch.bfloat16))
+    hidden = torch.randn(s, b, width, generator=generator, dtype=torch.float64) * 2
+    weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64)
+    ids = torch.rand(s, b, vocab, generator=generator).argsort(-1)[..., :k]
+    if draw.random() < 0.3:  # lists of different lengths
+        ids[torch.rand(s, b, k, generator=generator) < 0.3] = -100
+    kind, mask = draw.choice(MASKS), torch.zeros(s, b)
+    block = draw.randrange(ranks)
+    mask[block * s // ranks : (block + 1) * s // ranks] = "block" in kind
+    chosen = torch.rand(s, b, generator=generator) < 0.2
+    if kind in ("few", "most of one block"):
+        mask[chosen] = 1 - mask[chosen]
+    mask = torch.ones_like(mask) if kind == "all" else mask
+    options = LossOptions(logit_scale=draw.choice((1.0, 0.5)), softcap=draw.choice((0.0, 4.0)))
+    chunk = draw.choice((None, ranks, 5 * ranks))
+    flags = draw.random() < 0.6, chunk, draw.random() < 0.3
+    return Case(hidden.to(dtype), weight.to(dtype), ids, mask, options, *flags)
+
+
+def by_definition(case: Case, hidden: Tensor, weight: Tensor) -> ClassLogProbs:
+    """`class_log_probs` with all logits, in the inputs' dtype and then in float64."""
+    z = (hidden @ weight.t()).double() * case.options.logit_scale
+    if case.options.softcap:
+        z = case.options.softcap * (z / case.options.softcap).tanh()
+    named, every = case.ids >= 0, z.log_softmax(-1)
+    valid = (case.mask != 0) & named.any(-1)
+    log_probs = every.gather(-1, case.ids.clamp(0))
+    outside = torch.ones_like(every, dtype=torch.bool)
+    outside = outside.scatter_reduce(-1, case.ids.clamp(0), ~named, "prod")
+    others = every.masked_fill(~outside, -torch.inf)
+    largest = others.detach().amax(-1, keepdim=True)
+    shares = (others - largest.masked_fill(largest.isinf(), 0)).exp().sum(-1)
+    rest = largest.squeeze(-1) + shares.where(outside.any(-1), 1).log()
+    entropy = -(every.exp() * every).sum(-1)
+    return ClassLogProbs(
+        case.ids, log_probs.masked_fill(~(named & valid.unsqueeze(-1)), 0),
+        rest.masked_fill(~valid, 0), entropy.masked_fill(~valid, 0), valid,
+    )  # fmt: skip
+
+
+def sum_of(found: ClassLogProbs, seed: int) -> Tensor:
+    """A number that depends on all that was computed."""
+    generator, total = torch.Generator().manual_seed(seed), torch.zeros((), dtype=torch.float64)
+    for x in (found.log_probs, found.rest, found.entropy):
+        weights = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        total = total + (x.double().masked_fill(x.detach() == -torch.inf, 0) * weights).sum()
+    return total
+
+
+def gradients(case: Case, run, seed: int) -> tuple[ClassLogProbs, Tensor, Tensor]:
+    """What `run(hidden, weight)` returns, and gradients of both."""
+    hidden, weight = (x.detach().requires_grad_() for x in (case.hidden, case.weight))
+    found = run(hidden, weight)
+    total = sum_of(found, seed) + (weight.double().sin().sum() if case.tied else 0)
+    return found, *torch.autograd.grad(total, (hidden, weight), allow_unused=True)
+
+
+def part_of(case: Case, rank: int, size: int) -> Case:
+    sharded = case.hidden.chunk(size)[rank] if case.sequence_parallel else case.hidden
+    return replace(case, hidden=sharded, weight=case.weight.chunk(size)[rank].clone())
+
+
+def error_of(got: Tensor, truth: Tensor, scale: Tensor) -> float:
+    """Largest difference over the largest true value or 1; infinite values must be the same."""
+    got, truth, scale = (x.detach().double() for x in (got, truth, scale))
+    infinite = truth.isinf()
+    if not torch.equal(got.isinf(), infinite):
+        return float("inf")
+    difference = (got - truth).masked_fill(infinite, 0).abs()
+    return float(difference.max() / scale.masked_fill(scale.isinf(), 0).abs().max().clamp_min(1))
+
+
+def excesses(rank: int, size: int) -> list[tuple[int, str, float, float]]:
+    """Where a case is wrong: (seed, what, our error, that of the plain computation)."""
+    wrong = []
+    for seed in range(size * 1000, size * 1000 + CASES):
+        case = random_case(seed, size)
+        part = part_of(case, rank, size)
+        exact = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
+        ours = partial(
+            class_log_probs, ids=case.ids, entropy=True, loss_mask=case.mask, options=case.options,
+            tp_group=dist.group.WORLD, sequence_parallel=case.sequence_parallel,
+        )  # fmt: skip
+        with chunks_of(case.chunk):
+            found, *grads = gradients(part, ours, seed)
+        truth, *true_grads = gradients(exact, partial(by_definition, exact), seed)
+        plain, *plain_grads = gradients(case, partial(by_definition, case), seed)
+        assert torch.equal(found.mask, truth.mask)
+        values = [(x.log_probs, x.rest, x.entropy) for x in (found, plain, truth)]
+        shards = [part_of(replace(case, hidden=hidden, weight=weight), rank, size)
+                  for hidden, weight in (plain_grads, true_grads)]  # fmt: skip
+        of_shards = [(x.hidden, x.weight) for x in shards]
+        lines = [(*values[0], *grads), (*values[1], *of_shards[0]), (*values[2], *of_shards[1])]
+        wholes = (*values[2], *true_grads)
+        names = ("log_probs", "rest", "entropy", "hidden", "weight")
+        floor = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 5e-5}[part.hidden.dtype]
+        for name, got, other, true, whole in zip(names, *lines, wholes, strict=True):
+            error, usual = error_of(got, true, whole), error_of(other, true, whole)
+            # partial gradients of hidden states are rounded before ranks add them up
+            if not error <= (8 if name == "hidden" and size > 1 else 1.5) * usual + floor:
+                wrong.append((seed, name, error, usual))
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_random_cases_are_those_of_the_definition(size):
+    assert run_ranks(excesses, size, size) == [[]] * size
+
+
+def tops(rank: int, size: int) -> list[tuple[int, str, float]]:
+    """Where a teacher's side is wrong: (seed, what, error)."""
+    wrong = []
+    for seed in range(size * 1000, size * 1000 + 50):
+        case, k = random_case(seed, size), random_case(seed, size).ids.shape[-1]
+        case = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
+        part = part_of(case, rank, size)
+        with chunks_of(case.chunk):
+            found = top_k_log_probs(
+                part.hidden, part.weight, k, loss_mask=case.mask, options=case.options,
+                entropy=True, tp_group=dist.group.WORLD,
+                sequence_parallel=case.sequence_parallel,
+            )  # fmt: skip
+        every = replace(case, ids=torch.arange(len(case.weight)).expand(*case.mask.shape, -1))
+        largest = by_definition(every, case.hidden, case.weight).log_probs.topk(k).indices
+        ids = largest.masked_fill(case.mask.unsqueeze(-1) == 0, -100)
+        truth = by_definition(replace(case, ids=ids), case.hidden, case.weight)
+        assert torch.equal(found.mask, case.mask != 0) and torch.equal(found.ids < 0, ids < 0)
+        for name in ("ids", "log_probs", "rest", "entropy"):
+            true = getattr(truth, name).double()
+            if not (error := error_of(getattr(found, name), true, true)) <= 1e-12:
+                wrong.append((seed, name, error))
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_teachers_top_k_and_the_rest(size):
+    assert run_ranks(tops, size, size) == [[]] * size
+
+
+def test_a_remainder_near_zero_is_exact_in_float32():
+    """1 - sum would be off by 6e-8, or below 0."""
+    hidden, weight = torch.ones(1, 1), torch.tensor([[30.0], [8.0], [7.0]])
+    exact = (weight[1:].double().exp().sum() / weight.double().exp().sum()).log()
+    top = top_k_log_probs(hidden, weight, 1)
+    named = class_log_probs(hidden, weight, torch.tensor([[0]]))
+    assert relative_error(top.rest, exact) < 1e-7 and torch.equal(top.rest, named.rest)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_kl_is_that_of_the_classes_and_the_rest_with_its_gradient(reverse):
+    generator = torch.Generator().manual_seed(0)
+    teacher, student = torch.randn(2, 20, 9, generator=generator, dtype=torch.float64)
+    student.requires_grad_()
+    weight = torch.eye(9, dtype=torch.float64)
+    top = top_k_log_probs(teacher, weight, 4)
+    ids = top.ids.clone()
+    ids[0, 2:] = -100  # the list of a token is shorter
+    top = class_log_probs(teacher, weight, ids)
+    ours = top_k_kl(class_log_probs(student, weight, ids), top, reverse=reverse)
+    logits = class_log_probs(student, weight, ids)
+    first = torch.cat((top.log_probs, top.rest.unsqueeze(-1)), -1)
+    second = torch.cat((logits.log_probs, logits.rest.unsqueeze(-1)), -1)
+    first, second = (second, first) if reverse else (first, second)
+    unnamed = torch.cat((ids < 0, torch.zeros(20, 1, dtype=torch.bool)), 1)
+    true = torch.where(unnamed, 0, first.exp() * (first - second)).sum(-1)
+    assert relative_error(ours, true) < 1e-14 and bool((ours >= 0).all())
+    assert torch.allclose(*(torch.autograd.grad(x.sum(), student)[0] for x in (ours, true)))
+    alone = top_k_kl(class_log_probs(student, weight, ids), top.log_probs, reverse=reverse)
+    assert relative_error(alone, ours) < 1e-12
+    same = top_k_kl(class_log_probs(teacher, weight, ids), top, reverse=reverse)
+    assert float(same.abs().max()) < 1e-15
+
+
+def test_all_classes_named_leaves_nothing():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 5, generator=generator).requires_grad_(), torch.eye(5)
+    top = top_k_log_probs(hidden, weight, 5)
+    assert (top.rest == -torch.inf).all()
+    for reverse in (False, True):
+        kl = top_k_kl(class_log_probs(hidden, weight, top.ids), top, reverse=reverse)
+        (grad,) = torch.autograd.grad(kl.sum(), hidden)
+        assert float(kl.detach().abs().max()) < 1e-6 and float(grad.abs().max()) < 1e-6
+
+
+def test_gradcheck():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 4, generator=generator, dtype=torch.float64).requires_grad_() for n in (3, 7)
+    )
+    ids = torch.tensor([[0, 6], [3, -100], [2, 5]])
+
+    def run(hidden, weight):
+        options = LossOptions(softcap=4.0, logit_scale=0.7)
+        return class_log_probs(hidden, weight, ids, options=options, entropy=True)[1:4]
+
+    assert torch.autograd.gradcheck(run, (hidden, weight))
+
+
+H, W = torch.randn(3, 2, 4), torch.randn(8, 4)
+IDS = torch.arange(2).expand(3, 2, 2)
+REFUSED = {
+    "no axis of classes": (class_log_probs, IDS[..., 0], {}, r"ids must have.*one of classes.*'k'"),
+    "a class twice": (class_log_probs, IDS * 0, {}, r"ids must be in \[0, 8\).*each once.*got \[0"),
+    "no class": (class_log_probs, IDS + 7, {}, r"ids must be in \[0, 8\) or -100"),
+    "reals": (class_log_probs, IDS / 1, {}, "ids must be integers"),
+    "mask of ids": (class_log_probs, IDS, {"loss_mask": IDS}, "loss_mask must have the shape"),
+    "a word": (class_log_probs, IDS, {"supervised": "some"}, "supervised must be.*'count' or 'al"),
+    "smoothing": (class_log_probs, IDS, {"options": LossOptions(0.1)}, "without label smoothing"),
+    "no k": (top_k_log_probs, 0, {}, "k must be an integer from 1.*got 0 of 8"),
+    "more than all": (top_k_log_probs, 9, {}, "k must be an integer from 1.*got 9 of 8"),
+    "half of one": (top_k_log_probs, 1.5, {}, "k must be an integer from 1.*got 1.5 of 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "settings", "message"), REFUSED.values(), ids=REFUSED
+)
+def test_refuses_in_one_sentence(function, given, settings, message):
+    with pytest.raises(BurstError, match=f"^linear cross-entropy: .*{message}"):
+        function(H, W, given, **settings)
+
+
+def failures(rank: int) -> list[tuple[str, str, float]]:
+    """By place that fails on rank 1: what a rank got, and the error of the next call."""
+    group, got = dist.new_group(), []
+    case = replace(random_case(2001, 2), sequence_parallel=True)
+    case = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
+    part = part_of(case, rank, 2)
+    calls = {
+        "merge_others": partial(class_log_probs, ids=case.ids),
+        "gradient_": partial(class_log_probs, ids=case.ids),
+        "_best_of_chunk": partial(top_k_log_probs, k=3),
+    }
+    for name, call in calls.items():
+        module, error = (top_k if name == "_best_of_chunk" else classes), ""
+
+        def run(call=call):
+            hidden = part.hidden.detach().requires_grad_()
+            values = call(hidden, part.weight, tp_group=group, sequence_parallel=True)
+            if values.rest.requires_grad:
+                values.rest.sum().backward()
+            return values.log_probs
+
+        expected = run()
+        try:
+            with failing(module, name, 0) if rank else nullcontext():
+                run()
+        except (NoMemoryError, DisagreementError) as raised:
+            error = type(raised).__name__
+        got.append((name, error, relative_error(run(), expected)))
+    return got
+
+
+def test_a_rank_that_fails_keeps_no_other_waiting():
+    errors = "DisagreementError", "NoMemoryError"
+    for error, found in zip(errors, run_ranks(failures, 2), strict=True):
+        assert [(kind, off) for _, kind, off in found] == [(error, 0.0)] * 3, found
