@@ -36,7 +36,12 @@ def compare(kernels, device, shape, dtype, transform, extras):
     """Largest errors by name: of the statistics of two tiles, and of the gradient."""
     raw, targets, factors = tile(shape, dtype, device)
     exact, mine = (statistics.empty_statistics(len(raw), like) for like in (raw.double(), raw))
-    for part, target in ((raw, targets), (raw.flip(1) * 0.5, targets + 1)):
+    nothing, swapped = torch.full_like(raw, -torch.inf), (raw.flip(1) * 0.5).contiguous()
+    columns = torch.tensor([shape[1], shape[1] // 2, -1], device=device) + targets.unsqueeze(1)
+    copy, news = swapped.clone(), torch.full_like(columns, -torch.inf, dtype=dtype)
+    before = statistics.swap_(copy, columns, news), kernels.swap_(swapped, columns, news)
+    outside = torch.full_like(targets, -1)
+    for part, target in ((nothing, outside), (raw, targets), (swapped, targets + 1)):
         statistics.merge_statistics(exact, part.double(), target, transform, extras)
         kernels.merge_statistics(mine, part, target, transform, extras)
     truth = raw.double()
@@ -51,7 +56,7 @@ def compare(kernels, device, shape, dtype, transform, extras):
     return {
         "statistics": float(((mine - exact).abs() / exact.abs().clamp_min(1)).max()),
         "gradient": float((excess / truth.abs().max()).max()),
-        "elsewhere": float(beyond),
+        "elsewhere": float(beyond + before[0].ne(before[1]).sum() + copy.ne(swapped).sum()),
     }
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_burst import linear_cross_entropy, token_log_probs
 from megatron_burst.loss import passes
 from megatron_burst.loss.rows import Rows
-from tests.loss.oracle import PLAIN, chunks_of, oracle, random_problem, relative_error
+from tests.loss.oracle import PLAIN, Problem, chunks_of, oracle, random_problem, relative_error
 from tests.loss.test_processes import shard
 from tests.ranks import preload, run_ranks
 
@@ -53,7 +53,7 @@ def test_each_row_comes_once_and_from_the_rank_that_has_it(data, blocks, tokens,
             assert {int(x) // tokens for x in of_piece[part.of_piece]} == {part.rank}
 
 
-def uneven(rank: int, size: int) -> list[tuple[str, list[float], int]]:
+def uneven(rank: int, size: int, device: str = "cpu") -> list[tuple[str, list[float], int]]:
     """By case: errors of values and gradients, and how many rows were multiplied in forward."""
     found, mm = [], torch.mm
     for block, grads, chunk in ((0, "forward", None), (size - 1, "recompute", size), (0, "", None)):
@@ -61,6 +61,7 @@ def uneven(rank: int, size: int) -> list[tuple[str, list[float], int]]:
         problem.loss_mask.zero_()
         problem.loss_mask.chunk(size)[block][:] = 0.5
         problem.loss_mask[6] = 1
+        problem = Problem(*(x.to(device) for x in vars(problem).values()))
         truth, ours = problem.leaves(), shard(problem, rank, size, True)
         settings = dict(tp_group=dist.group.WORLD, sequence_parallel=True)
         multiplied: list[int] = []

@@ -92,11 +92,11 @@ def by_definition(case: Case, hidden: Tensor, weight: Tensor) -> ClassLogProbs:
 
 def sum_of(found: ClassLogProbs, seed: int) -> Tensor:
     """A number that depends on all that was computed."""
-    generator, total = torch.Generator().manual_seed(seed), torch.zeros((), dtype=torch.float64)
+    generator, parts = torch.Generator().manual_seed(seed), []
     for x in (found.log_probs, found.rest, found.entropy):
-        weights = torch.randn(x.shape, generator=generator, dtype=torch.float64)
-        total = total + (x.double().masked_fill(x.detach() == -torch.inf, 0) * weights).sum()
-    return total
+        weights = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+        parts.append((x.double().masked_fill(x.detach() == -torch.inf, 0) * weights).sum())
+    return sum(parts)
 
 
 def gradients(case: Case, run, seed: int) -> tuple[ClassLogProbs, Tensor, Tensor]:
@@ -105,6 +105,16 @@ def gradients(case: Case, run, seed: int) -> tuple[ClassLogProbs, Tensor, Tensor
     found = run(hidden, weight)
     total = sum_of(found, seed) + (weight.double().sin().sum() if case.tied else 0)
     return found, *torch.autograd.grad(total, (hidden, weight), allow_unused=True)
+
+
+def moved(case: Case, device: str) -> Case:
+    tensors = {name: x.to(device) for name, x in vars(case).items() if isinstance(x, Tensor)}
+    return replace(case, **tensors)
+
+
+def all_ids(case: Case) -> Tensor:
+    ids = torch.arange(len(case.weight), device=case.ids.device)
+    return ids.expand(*case.mask.shape, -1)
 
 
 def part_of(case: Case, rank: int, size: int) -> Case:
@@ -122,11 +132,13 @@ def error_of(got: Tensor, truth: Tensor, scale: Tensor) -> float:
     return float(difference.max() / scale.masked_fill(scale.isinf(), 0).abs().max().clamp_min(1))
 
 
-def excesses(rank: int, size: int) -> list[tuple[int, str, float, float]]:
+def excesses(
+    rank: int, size: int, device: str = "cpu", cases: int = CASES
+) -> list[tuple[int, str, float, float]]:
     """Where a case is wrong: (seed, what, our error, that of the plain computation)."""
     wrong = []
-    for seed in range(size * 1000, size * 1000 + CASES):
-        case = random_case(seed, size)
+    for seed in range(size * 1000, size * 1000 + cases):
+        case = moved(random_case(seed, size), device)
         part = part_of(case, rank, size)
         exact = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
         ours = partial(
@@ -159,11 +171,12 @@ def test_random_cases_are_those_of_the_definition(size):
     assert run_ranks(excesses, size, size) == [[]] * size
 
 
-def tops(rank: int, size: int) -> list[tuple[int, str, float]]:
+def tops(rank: int, size: int, device: str = "cpu") -> list[tuple[int, str, float]]:
     """Where a teacher's side is wrong: (seed, what, error)."""
     wrong = []
     for seed in range(size * 1000, size * 1000 + 50):
-        case, k = random_case(seed, size), random_case(seed, size).ids.shape[-1]
+        case = moved(random_case(seed, size), device)
+        k = case.ids.shape[-1]
         case = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
         part = part_of(case, rank, size)
         with chunks_of(case.chunk):
@@ -172,7 +185,7 @@ def tops(rank: int, size: int) -> list[tuple[int, str, float]]:
                 entropy=True, tp_group=dist.group.WORLD,
                 sequence_parallel=case.sequence_parallel,
             )  # fmt: skip
-        every = replace(case, ids=torch.arange(len(case.weight)).expand(*case.mask.shape, -1))
+        every = replace(case, ids=all_ids(case))
         largest = by_definition(every, case.hidden, case.weight).log_probs.topk(k).indices
         ids = largest.masked_fill(case.mask.unsqueeze(-1) == 0, -100)
         truth = by_definition(replace(case, ids=ids), case.hidden, case.weight)
