@@ -72,7 +72,7 @@ def differences(device, dtype, kernels, options, grads) -> dict:
     problem, found = problem_of(device, dtype, (512, 256, 10_000), masked=True), []
     for module in (kernels, statistics):
         leaves = problem.leaves()
-        with mock.patch.object(passes, "_kernels", lambda raw, module=module: module):
+        with mock.patch.object(passes, "kernels_of", lambda raw, module=module: module):
             loss = call(leaves, options, grads=grads, chunk=200)
             loss.backward()
         found.append({"loss": loss.detach(), "x": leaves.hidden.grad, "w": leaves.weight.grad})
@@ -206,7 +206,7 @@ def over_ranks(rank, device, sizes) -> dict:
         for turn in range(2):
             if turn == rank and device == "cuda":
                 torch.cuda._sleep(20_000_000)  # ranks must not have to run in step
-            supervised = None  # then all tokens are computed, masked ones too
+            supervised = "all"
             if grads == "recompute":
                 supervised = count_supervised(
                     part.labels, part.loss_mask, tp_group=group, sequence_parallel=sp
