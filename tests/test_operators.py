@@ -106,7 +106,7 @@ OPTIONS = repr((
 SETTINGS = dict(
     sequence_parallel=False, reduction="mean", ignore_index=-100, label_smoothing=0.0, z_loss=0.0,
     softcap=0.0, logit_scale=1.0, return_lse=False, grads="auto", keep_logits=True,
-    supervised=None, invariant=False,
+    supervised="all", invariant=False,
 )  # fmt: skip
 
 

@@ -96,8 +96,7 @@ class Rows:
         else:
             index = self.order.flatten()[rows] - first
         # all indices in one call: a view of strided tokens would be copied entirely
-        picked = hidden[torch.unravel_index(index, hidden.shape[:-1])]
-        return picked.masked_fill_(~valid, 0)
+        return hidden[_places(index, hidden.shape[:-1])].masked_fill_(~valid, 0)
 
     def spread(self, values: Tensor) -> Tensor:
         """[blocks, n, ...] as [blocks, tokens, ...], 0 where a token is left out."""
@@ -129,6 +128,15 @@ class Rows:
         indices = (self.order.flatten()[rows] - first).split(_ROWS_AT_ONCE)
         for index, part in zip(indices, values.split(_ROWS_AT_ONCE), strict=True):
             full.index_copy_(0, index, part.to(full.dtype))
+
+
+def _places(index: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """`torch.unravel_index`, which would wait for the GPU."""
+    places = []
+    for size in reversed(shape):
+        places.append(index % size)
+        index = index // size
+    return tuple(reversed(places))
 
 
 def wrong_classes(labels: Tensor, vocab: int) -> Tensor:

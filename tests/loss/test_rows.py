@@ -63,7 +63,10 @@ def uneven(rank: int, size: int, device: str = "cpu") -> list[tuple[str, list[fl
         problem.loss_mask[6] = 1
         problem = Problem(*(x.to(device) for x in vars(problem).values()))
         truth, ours = problem.leaves(), shard(problem, rank, size, True)
-        settings = dict(tp_group=dist.group.WORLD, sequence_parallel=True)
+        settings = dict(
+            tp_group=dist.group.WORLD, sequence_parallel=True, supervised="count",
+            loss_mask=ours.loss_mask,
+        )  # fmt: skip
         multiplied: list[int] = []
 
         def counted(a, b, sizes=multiplied, **options):
@@ -74,7 +77,7 @@ def uneven(rank: int, size: int, device: str = "cpu") -> list[tuple[str, list[fl
         expected = oracle(truth, PLAIN, "mean" if grads else "none")[0]
         with chunks_of(chunk), pytest.MonkeyPatch.context() as patch:
             patch.setattr(passes.torch, "mm", counted)
-            got = loss(ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, **settings)
+            got = loss(ours.hidden, ours.weight, ours.labels, **settings)
         of_logits = sum(multiplied) // (2 if grads == "forward" else 1)
         got = got if grads else -got.log_probs
         for value in (expected, got):

@@ -77,8 +77,8 @@ def by_definition(case: Case, hidden: Tensor, weight: Tensor) -> ClassLogProbs:
     named, every = case.ids >= 0, z.log_softmax(-1)
     valid = (case.mask != 0) & named.any(-1)
     log_probs = every.gather(-1, case.ids.clamp(0))
-    outside = torch.ones_like(every, dtype=torch.bool)
-    outside = outside.scatter_reduce(-1, case.ids.clamp(0), ~named, "prod")
+    outside = torch.ones_like(every, dtype=torch.int)
+    outside = outside.scatter_reduce(-1, case.ids.clamp(0), (~named).int(), "prod") > 0
     others = every.masked_fill(~outside, -torch.inf)
     largest = others.detach().amax(-1, keepdim=True)
     shares = (others - largest.masked_fill(largest.isinf(), 0)).exp().sum(-1)
