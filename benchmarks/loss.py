@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+import torch.distributed as dist
 import typer
 from typer import Option
 
@@ -19,7 +20,7 @@ from benchmarks import runner
 from benchmarks.bench import Memory
 from benchmarks.facts import stamp
 from benchmarks.loss_table import draw_loss, loss_table
-from benchmarks.sheets import LOSS_CSV, LossRow
+from benchmarks.sheets import COUNTED_CSV, LOSS_CSV, LossRow
 from benchmarks.tables import repetitions, spread
 from megatron_burst.tools.speeds import matmul
 from megatron_burst.tools.terminal import Device
@@ -37,12 +38,13 @@ def measure(
 ) -> list[LossRow]:
     """Run a plan on all ranks together, which share the vocabulary; returns the rows, on each.
     BurstError if `plan.out` has other columns."""
-    runner.check_out(plan.out, world, LOSS_CSV)
+    sheet = plan.kind or LOSS_CSV
+    runner.check_out(plan.out, world, sheet)
     out_of_time, rate = runner.clock(plan.budget_s), matmul_tflops(world, plan.cases[0].dtype)
 
     def rows_of(case: heads.LossCase) -> list[LossRow]:
         made = _Head(case, plan, world, rate, out_of_time).rows()
-        return runner.save(plan.out, world, made, LOSS_CSV)
+        return runner.save(plan.out, world, made, sheet)
 
     return runner.sweep(plan.cases, rows_of, world, out_of_time, say)
 
@@ -123,8 +125,12 @@ class _Head:
 
         def check() -> None:
             self._give_buffer(peer, small)
-            got = zip(peer.run(small), truth, strict=True)
-            errors[:] = [float((a.double() - b).norm() / b.norm()) for a, b in got]
+            loss, dhidden, dweight = peer.run(small)
+            if peer.gives_parts and world.size > 1:
+                dist.all_reduce(dhidden, group=world.group)
+            loss = truth[0] if peer.is_policy else loss
+            pairs = zip((loss, dhidden, dweight), truth, strict=True)
+            errors[:] = [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
 
         failure = failure or attempt(check, world)
         worst = runner.slowest(world.gather(errors))
@@ -139,6 +145,8 @@ class _Head:
         outputs = x.hidden.nbytes + (0 if peer.into_main_grad else 4 * x.weight.numel())
         peak = None if failure else memory.peak_gib(outputs)
         clean_up(world)
+        if peer.is_policy and worst:
+            worst[0] = None
         return _Trial(tuple(worst) or (None,) * 3, peak, failure)
 
     def _row(self, peer: heads.LossPeer, ms: list[float] | None, facts: dict[str, str]) -> LossRow:
@@ -149,8 +157,11 @@ class _Head:
             measured["gemm_efficiency"] = tflops / self.rate
             measured["peak_gib"] = None if trial.peak_gib is None else max(trial.peak_gib, 0.0)
         names = ("error_loss", "error_dhidden", "error_dweight")
-        return LossRow(
-            **facts, ranks=self.world.size, **asdict(self.case), impl=peer.name,
+        kind, case = (self.plan.kind or LOSS_CSV).kind, asdict(self.case)
+        if kind is LossRow:
+            case.pop("counted")
+        return kind(
+            **facts, ranks=self.world.size, **case, impl=peer.name,
             matmul_tflops=self.rate, **measured, **dict(zip(names, trial.errors, strict=True)),
             status="ok" if ms else "failed",
             note=trial.failure or (repetitions(ms) if ms else "time was up"),
@@ -171,6 +182,12 @@ def main(
         list[str] | None,
         Option(help="repeatable, e.g. burst:forward, megatron:fused, liger; default: all that can"),
     ] = None,
+    counted: Annotated[
+        list[str] | None,
+        Option(
+            help="repeatable: all, '10 % at random', '10 % in one block'; a CSV with a column more"
+        ),
+    ] = None,
     dtype: runner.Dtype = None,
     out: runner.Out = Path("loss.csv"),
     reps: runner.Reps = _REPS,
@@ -182,9 +199,11 @@ def main(
         dtype = dtype or runner.usual_dtype(world)
         cases = heads.listed_cases(case or (), dtype)
         cases = cases or heads.cases_of(preset, tokens, hidden, vocab, dtype)
-        runner.check_out(out, world, LOSS_CSV)
+        cases = heads.with_counts(cases, counted or ())
+        sheet = COUNTED_CSV if counted else LOSS_CSV
+        runner.check_out(out, world, sheet)
         peers = heads.peers_of(impl) if impl else heads.usual_peers(world)
-        rows = measure(runner.Plan(cases, peers, reps, budget_s, out), world)
+        rows = measure(runner.Plan(cases, peers, reps, budget_s, out, sheet), world)
         if world.rank == 0 and rows:
             typer.echo(loss_table(rows))
             for path in draw_loss(rows, out.with_suffix("")):

@@ -1,11 +1,13 @@
 """LM heads that `benchmarks.loss` measures, their tensors and true gradients, and ways to compute
 these."""
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.impls import pick
 from megatron_burst.errors import require
-from megatron_burst.loss.linear import linear_cross_entropy
+from megatron_burst.loss.linear import linear_cross_entropy, token_log_probs
 from megatron_burst.tools.units import in_units, whole_numbers
 from megatron_burst.tools.world import World
 
@@ -29,16 +31,25 @@ class LossCase:
     hidden: int  # width of the hidden states
     vocab: int  # classes of all ranks
     dtype: str  # torch's name
+    counted: str = "all"  # which tokens have a label, by `COUNTED`
 
     def __str__(self) -> str:
         return (
             f"{in_units(self.tokens)} tokens, {self.hidden} x {in_units(self.vocab)} classes, "
-            f"{self.dtype}"
+            f"{self.dtype}, {self.counted} counted"
         )
 
     def flops(self, ranks: int) -> float:
-        """Operations of a rank: three GEMMs of [tokens, hidden, classes]."""
-        return 3 * 2.0 * self.tokens * self.hidden * self.vocab / ranks
+        """Operations of a rank: three GEMMs of [tokens that count, hidden, classes]."""
+        tokens = self.tokens if self.counted == "all" else self.tokens // 10
+        return 3 * 2.0 * tokens * self.hidden * self.vocab / ranks
+
+
+COUNTED = {  # positions between 0 and 1, and random numbers, of the tokens that have a label
+    "all": lambda places, numbers: places >= 0,
+    "10 % at random": lambda places, numbers: numbers < 0.1,
+    "10 % in one block": lambda places, numbers: places < 0.1,
+}
 
 
 _K = 1024
@@ -58,6 +69,15 @@ def cases_of(preset: str, tokens: str, hidden: str, vocab: str, dtype: str) -> l
         for (text, option), default in zip(options, LOSS_PRESETS[preset], strict=True)
     )
     return [LossCase(n, h, v, dtype) for n in lengths for h in widths for v in vocabularies]
+
+
+def with_counts(cases: Sequence[LossCase], counted: Sequence[str]) -> list[LossCase]:
+    """Each case with each of these choices of tokens; none named means all."""
+    why = "--counted must say which tokens have a label, because others are not computed"
+    choices = (
+        pick(counted, {name: name for name in COUNTED}, f"{_WHO}: {why}") if counted else ["all"]
+    )
+    return [replace(case, counted=choice) for case in cases for choice in choices]
 
 
 def listed_cases(texts: Sequence[str], dtype: str) -> list[LossCase]:
@@ -92,6 +112,9 @@ def draw(case: LossCase, rank: int, device: torch.device, group) -> HeadTensors:
     shared = torch.Generator(device).manual_seed(3)
     hidden = torch.randn(case.tokens, case.hidden, generator=shared, **options)
     labels = torch.randint(0, case.vocab, (case.tokens,), generator=shared, device=device)
+    numbers = torch.rand(case.tokens, generator=shared, device=device)
+    places = torch.arange(case.tokens, device=device) / case.tokens
+    labels[~COUNTED[case.counted](places, numbers)] = -100
     own = torch.Generator(device).manual_seed(100 + rank)
     shape = case.vocab // group.size(), case.hidden
     weight = torch.randn(*shape, generator=own, **options) * case.hidden**-0.5
@@ -114,13 +137,20 @@ def truth_of(x: HeadTensors) -> tuple[Tensor, Tensor, Tensor]:
     dist.all_reduce(picked, group=x.group)
     dlogits = (logits - lse[:, None]).exp()
     dlogits[rows, places[rows]] -= 1
-    dlogits /= len(x.labels)
+    counts = x.labels >= 0
+    dlogits *= counts[:, None] / counts.sum()
     dhidden = dlogits @ weight
     dist.all_reduce(dhidden, group=x.group)
-    return (lse - picked).mean(), dhidden, dlogits.t() @ hidden
+    return _mean(lse - picked, x), dhidden, dlogits.t() @ hidden
 
 
 Mean = Callable[[HeadTensors], Tensor]  # the mean loss, differentiable
+
+
+def _mean(losses: Tensor, x: HeadTensors) -> Tensor:
+    """Of the tokens that count."""
+    counts = x.labels >= 0
+    return torch.where(counts, losses, 0).sum() / counts.sum()
 
 
 def burst(grads: str, x: HeadTensors) -> Tensor:
@@ -139,11 +169,69 @@ def megatron(fused: bool, x: HeadTensors) -> Tensor:
 
     if not x.hidden.is_cuda:
         cpu_mode.install(training=False)
-    hidden, labels = copy_to_tensor_model_parallel_region(x.hidden, x.group), x.labels.unsqueeze(1)
-    logits = F.linear(hidden, x.weight).unsqueeze(1)
+    hidden, labels = copy_to_tensor_model_parallel_region(x.hidden, x.group), x.labels.clamp(0)
+    logits, labels = F.linear(hidden, x.weight).unsqueeze(1), labels.unsqueeze(1)
     if fused:
-        return fused_vocab_parallel_cross_entropy(logits, labels, x.group).mean()
-    return vocab_parallel_cross_entropy(logits, labels, 0.0, x.group).mean()
+        losses = fused_vocab_parallel_cross_entropy(logits, labels, x.group)
+    else:
+        losses = vocab_parallel_cross_entropy(logits, labels, 0.0, x.group)
+    return _mean(losses.squeeze(1), x)
+
+
+def burst_log_probs(entropy: bool, x: HeadTensors) -> Tensor:
+    """Log-probabilities of the tokens that count; several ranks hold parts of the sequence."""
+    size, rank = x.group.size(), x.group.rank()
+    hidden = x.hidden.chunk(size)[rank] if size > 1 else x.hidden
+    values = token_log_probs(
+        hidden, x.weight, x.labels, tp_group=x.group, sequence_parallel=size > 1, entropy=entropy
+    )
+    return _mean(-values.log_probs, x)
+
+
+def of_logits(framework: str, x: HeadTensors) -> Tensor:
+    """What a framework computes of Megatron's logits: those in float32, and entropies but in
+    NeMo-RL."""
+    labels, ranks, rank = x.labels.clamp(0), x.group.size(), x.group.rank()
+    if framework == "verl":  # with use_fused_kernels: no logits
+        kernel = import_quietly("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+        group = x.group if ranks > 1 else None
+        return _mean(-kernel(x.hidden, x.weight, labels, 1.0, "none", group)[0], x)
+    logits = F.linear(x.hidden, x.weight).float()
+    if framework == "slime":
+        function = import_quietly("slime.utils.ppo_utils").calculate_log_probs_and_entropy
+        values = function(logits, labels, x.group, True, -1, None, False)[0].squeeze(1)
+    else:
+        module, first = import_quietly("nemo_rl.distributed.model_utils"), rank * len(x.weight)
+        values = module.DistributedLogprob.apply(
+            logits[None], labels[None], first, first + len(x.weight), x.group, False
+        )[0]
+    return _mean(-values, x)
+
+
+def import_quietly(name: str) -> ModuleType:
+    """A module whose parents' own code is left out, because that imports inference engines."""
+    parents = [name[:i] for i, letter in enumerate(name) if letter == "."]
+    for parent in parents:
+        if parent not in sys.modules:
+            spec = find_spec(parent)
+            assert spec is not None
+            sys.modules[parent] = module_from_spec(spec)  # which is not executed
+    return import_module(name)
+
+
+def grpo(implementation: str, x: HeadTensors) -> Tensor:
+    """GRPO with advantages of 1 and policies that are still equal, whose gradient is that of the
+    mean of log-probabilities; sequences of 4K tokens."""
+    if implementation == "burst":
+        values = token_log_probs(x.hidden, x.weight, x.labels, entropy=False).log_probs
+        ratio = (values - values.detach()).exp()
+        return _mean(-torch.minimum(ratio, ratio.clamp(0.8, 1.2)), x)
+    module, rows = import_module("liger_kernel.chunked_loss"), min(4096, len(x.labels))
+    labels, counts = (y.view(-1, rows) for y in (x.labels.clamp(0), (x.labels >= 0).int()))
+    loss = module.LigerFusedLinearGRPOLoss(beta=0.0, loss_type="bnpo", use_ref_model=False)
+    hidden = x.hidden.view(*labels.shape, -1)
+    advantages = torch.ones(len(labels), device=labels.device)
+    return loss(hidden, x.weight, labels, counts, advantages)[0]
 
 
 def liger(x: HeadTensors) -> Tensor:
@@ -174,6 +262,8 @@ class LossPeer:
     shards: bool = False  # whether it knows of a vocabulary that is sharded
     # whether it adds to Megatron's float32 buffer of the weight's gradient
     into_main_grad: bool = False
+    gives_parts: bool = False  # whether each rank has the hidden states' gradient of its rows only
+    is_policy: bool = False  # whether its loss is not the mean of losses, but has its gradient
 
     def refusal(self, ranks: int) -> str | None:
         """Why it cannot run, or None."""
@@ -216,6 +306,12 @@ PEERS = {
         ),
         LossPeer("torch:linear", lambda x: F.linear_cross_entropy(x.hidden, x.weight, x.labels)),
         LossPeer("liger", liger, "liger_kernel"),
+        LossPeer("burst:log-probs", partial(burst_log_probs, True), None, True, True, True),
+        LossPeer("burst:grpo", partial(grpo, "burst"), into_main_grad=True, is_policy=True),
+        LossPeer("liger:grpo", partial(grpo, "liger"), "liger_kernel", is_policy=True),
+        LossPeer("verl", partial(of_logits, "verl"), "verl"),
+        LossPeer("slime", partial(of_logits, "slime"), "slime"),
+        LossPeer("nemo-rl", partial(of_logits, "nemo-rl"), "nemo_rl"),
         LossPeer("cce", cut, "cut_cross_entropy"),
         LossPeer("quack", quack, "quack"),
     )

@@ -62,6 +62,7 @@ PackedRow = _row("PackedRow", "num_documents longest area seed", Row)
 LossRow = _row("LossRow", f"date versions gpu ranks tokens hidden vocab dtype impl {_MS} "
                "gemm_efficiency matmul_tflops peak_gib error_loss error_dhidden "
                "error_dweight status note")
+CountedRow = _row("CountedRow", "counted", LossRow)
 SliceRow = _row("SliceRow", f"date versions gpu gpus model layers hidden ffn {_HEADS} vocab seq "
                 f"documents impl {_MS} tokens_per_s_per_gpu tflops_per_gpu peak_gib loss speedup "
                 "loss_difference status note")
@@ -106,6 +107,7 @@ ANY_CSV = Sheet("benchmarks.attention, benchmarks.recompute or predict.py", Row)
 ANY_PACKED_CSV = Sheet("benchmarks.packed or predict.py", PackedRow)
 PREDICTED_CSV, PREDICTED_PACKED_CSV = Sheet("predict.py", Row), Sheet("predict.py", PackedRow)
 LOSS_CSV = Sheet("benchmarks.loss", LossRow, ("ms_min", "ms_max", "gemm_efficiency"))
+COUNTED_CSV = Sheet("benchmarks.loss --counted", CountedRow, LOSS_CSV.beside_ms)
 SLICES_CSV = Sheet("slices", SliceRow)
 FRONTIER_CSV = Sheet("benchmarks.frontier", FrontierRow)
 CURVES_CSV = Sheet("loss_curves", CurveRow)
