@@ -23,7 +23,7 @@ def merge_statistics(
     rows, classes = raw.shape
     if rows == 0:
         return
-    block = _block(classes, _BLOCK)
+    block, targets = _block(classes, _BLOCK), targets.contiguous()
     with torch.cuda.device_of(raw):  # Triton launches on the current device, not on the tensors'
         _statistics_kernel[(rows,)](stats, raw, targets, classes, stats.stride(0), raw.stride(0),
                                     options.logit_scale, options.softcap or 1.0,
@@ -38,6 +38,7 @@ def gradient_(raw: Tensor, targets: Tensor, factors: Tensor, options: LossOption
     if rows == 0:
         return
     block = _block(classes, _GRADIENT_BLOCK)
+    targets, factors = targets.contiguous(), factors.contiguous()  # views where a piece is one row
     with torch.cuda.device_of(raw):
         _gradient_kernel[(rows, triton.cdiv(classes, block))](
             raw, targets, factors, classes, raw.stride(0), factors.stride(0),

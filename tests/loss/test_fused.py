@@ -29,6 +29,10 @@ def tile(shape, dtype, device):
     targets = torch.tensor([0, classes - 1, -1, classes][:rows], device=device)
     factors = torch.randn(len(Factor), rows, device=device)
     factors[Factor.LSE] = 14.0
+    # of pieces of one row, values lie apart
+    targets, factors = (
+        x.unsqueeze(-1).repeat_interleave(3, -1)[..., 0] for x in (targets, factors)
+    )
     return raw, targets, factors
 
 
