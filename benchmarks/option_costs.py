@@ -21,6 +21,7 @@ from megatron_burst import (
     BurstConfig,
     burst_attention,
     class_log_probs,
+    distillation_loss,
     top_k_kl,
     top_k_log_probs,
 )
@@ -70,6 +71,8 @@ def distillations(world: World) -> dict[str, Callable[[], object]]:
         f"teacher's top {TOP}": partial(top_k_log_probs, teacher, weight, TOP),
         f"student at a teacher's top {TOP}":
             lambda: learn(top_k_kl(class_log_probs(student, weight, top.ids), top).mean()),
+        f"student at a teacher's top {TOP}, gradients in forward":
+            lambda: learn(distillation_loss(student, weight, top)),
         "both, of logits": of_logits,
     }  # fmt: skip
     if find_spec("liger_kernel"):

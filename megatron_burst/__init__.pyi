@@ -4,13 +4,14 @@ from megatron_burst.comm.cp_groups import cp_groups as cp_groups
 from megatron_burst.config import BurstConfig as BurstConfig
 from megatron_burst.errors import BurstError as BurstError
 from megatron_burst.force import Force as Force
+from megatron_burst.loss.distillation import class_log_probs as class_log_probs
+from megatron_burst.loss.distillation import distillation_loss as distillation_loss
+from megatron_burst.loss.distillation import top_k_kl as top_k_kl
+from megatron_burst.loss.distillation import top_k_log_probs as top_k_log_probs
 from megatron_burst.loss.linear import linear_cross_entropy as linear_cross_entropy
 from megatron_burst.loss.linear import token_log_probs as token_log_probs
 from megatron_burst.loss.next_tokens import next_tokens as next_tokens
 from megatron_burst.loss.supervised import count_supervised as count_supervised
-from megatron_burst.loss.top_k import class_log_probs as class_log_probs
-from megatron_burst.loss.top_k import top_k_kl as top_k_kl
-from megatron_burst.loss.top_k import top_k_log_probs as top_k_log_probs
 from megatron_burst.mcore.balanced import BalancedBatches as BalancedBatches
 from megatron_burst.mcore.fused_loss import fuse_loss as fuse_loss
 from megatron_burst.mcore.sliced import SlicedSeqParams as SlicedSeqParams

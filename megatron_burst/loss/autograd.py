@@ -69,20 +69,22 @@ class Recomputed(torch.autograd.Function):
 
 class GradientsInForward(torch.autograd.Function):
     """Gradients of sum(weights * loss) in forward, weights [blocks, tokens]; backward multiplies
-    them by a scalar."""
+    them by a scalar. `target`: of a loss that has one; see `passes.forward_gradient_pass`."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, weights: Tensor | None, rows, head: Head):
+    def forward(ctx, hidden: Tensor, weight: Tensor, weights: Tensor | None, rows, head: Head,
+                target: classes.Target | None = None):  # fmt: skip
         with head.tp.attempt(hidden, rows) as attempt:
             row_weight, total = attempt(rows.collect, weights), None
+            target = target and attempt(target.of, rows)
             if ctx.needs_input_grad[1]:
                 total = attempt(torch.empty_like, weight, dtype=sum_dtype(weight.dtype))
             hidden_sum = _hidden_sum(ctx, head, rows, hidden, attempt)
             sums = Sums(hidden_sum, total, fresh=total is not None)
             inputs = head, hidden, weight, rows, row_weight
-            stats = passes.forward_gradient_pass(*inputs, sums, attempt)
+            losses = passes.forward_gradient_pass(*inputs, sums, attempt, target)
             dhidden = hidden_sum and hidden_sum.finish(hidden.shape)
-            loss = attempt(lambda: rows.spread(passes.losses(head, stats)))
+            loss = attempt(rows.spread, losses)
         ctx.sums = dhidden, total
         ctx.rows, ctx.row_weight, ctx.weight = rows, row_weight, weight
         ctx.announce = backward_of(head.tp.group)
@@ -113,7 +115,7 @@ class GradientsInForward(torch.autograd.Function):
             else:
                 main_grad.addcmul_(total, factor)
                 dweight = announce_main_grad(ctx.weight)
-        return dhidden, dweight, None, None, None
+        return dhidden, dweight, None, None, None, None
 
 
 def _outputs(head: Head, rows: Rows, stats: Tensor, z: Tensor | None) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """What the loss refuses, on all ranks together, before anything is computed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -57,9 +57,10 @@ class LossInputs(NamedTuple):
 
 
 def checked_rows(
-    inputs: LossInputs, tp: TensorParallel, options: LossOptions, settings: Mapping[str, object]
-) -> Rows:
-    """The tokens of a call; refuses one that cannot be computed correctly.
+    inputs: LossInputs, tp: TensorParallel, options: LossOptions, settings: Mapping[str, object],
+    needs: Iterable[Need] = (),
+) -> Rows:  # fmt: skip
+    """The tokens of a call; refuses one that cannot be computed correctly, by `needs` too.
 
     Ranks compare shapes, options and refusals: through the store once per new combination, then in
     the stamp of each call. Labels, masks and counts are checked on the CPU only: on a GPU that
@@ -69,7 +70,7 @@ def checked_rows(
         BurstError: on all ranks; DisagreementError if they call differently; inside of torch.func's
             transforms, vmap and forward-mode AD.
     """
-    problem = unmet_needs(WHO, chain(_needs_of_types(inputs, tp, options, settings),
+    problem = unmet_needs(WHO, chain(needs, _needs_of_types(inputs, tp, options, settings),
                                      _needs_of_values(inputs, tp, options, settings)))  # fmt: skip
     try:
         refuse_transforms(WHO, inputs.hidden, inputs.weight)

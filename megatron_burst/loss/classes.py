@@ -4,12 +4,12 @@ Statistics are those of the other classes, so that a remainder near 0 is exact: 
 merged, the named classes' logits are -inf.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_burst.loss.rows import named_twice, wrong_classes
+from megatron_burst.loss.rows import Rows, named_twice, wrong_classes
 from megatron_burst.loss.statistics import Factor, LossOptions, Stat, logits, raw_gradient
 
 
@@ -86,3 +86,38 @@ def factors_of(
     shift = total.unsqueeze(-1) + dentropy.unsqueeze(-1) * (z - mean.unsqueeze(-1))
     dz = (dlog_probs - log_probs.exp() * shift) * named
     return factors, raw_gradient(dz, z, options)
+
+
+def divergence(p: Tensor, q: Tensor, counts: Tensor) -> Tensor:
+    """sum p (log p - log q) over the last axis, where it counts and p is not 0, from logarithms."""
+    counts = counts & (p > -torch.inf)
+    # masked before, not after: the gradient of -inf is NaN
+    p, q = (x.masked_fill(~counts, 0) for x in (p, q))
+    return (p.exp() * (p - q)).masked_fill(~counts, 0).sum(-1)
+
+
+class Target(NamedTuple):
+    """A teacher's log-probabilities."""
+
+    log_probs: Tensor  # [blocks, tokens, k + 1], of each token's classes and of all others
+    reverse: bool  # whether the divergence is that of the student from the teacher
+
+    def of(self, rows: Rows) -> "Target":
+        """Of the rows that are computed, [blocks, n, k + 1]."""
+        return self._replace(log_probs=rows.collect(self.log_probs))
+
+    def compared(
+        self, ids: Tensor, stats: Tensor, z: Tensor, weights: Tensor, piece: slice,
+        options: LossOptions,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Divergences [...] of some rows, and what `factors_of` makes of their gradients, times
+        weights [...]; other arguments as there."""
+        log_probs, rest, *_ = probabilities(ids, stats, z, options, False)
+        named = torch.nn.functional.pad(ids != options.ignore_index, (0, 1), value=True)
+        with torch.enable_grad():
+            q = torch.cat((log_probs, rest.unsqueeze(-1)), -1).detach().requires_grad_()
+            pair = self.log_probs[:, piece], q
+            losses = divergence(*(reversed(pair) if self.reverse else pair), named)
+            (dq,) = torch.autograd.grad(losses, q, weights)
+        grads = dq[..., :-1], dq[..., -1], torch.zeros_like(rest)
+        return losses.detach(), *factors_of(ids, stats, z, options, grads)

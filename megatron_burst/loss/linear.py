@@ -129,7 +129,7 @@ def ready_loss(
     late = hidden.dtype == torch.float16 or return_lse or reduction == "none"
     mode = grads if grads != "auto" else "recompute" if late else "forward"
     whole = mode == "forward" and any(needs_grad)
-    rows, weights = _row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
+    rows, weights = row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
     sum_bytes = held_bytes(weight) if whole and needs_grad[1] else 0
     head = head_of(inputs, options, tp, rows, whole, sum_bytes, invariant)
     keep = head.keep if whole else settings["keep_logits"]
@@ -184,7 +184,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
     return TokenLogProbs(-loss.view(labels.shape), entropies, mask)
 
 
-def _row_weights(
+def row_weights(
     rows: Rows, loss_mask: Tensor | None, reduction: str, dtype: torch.dtype, tp: TensorParallel
 ) -> tuple[Rows, Tensor | None]:
     """The rows, and weights of losses in the reduction; if this fails, rows say so, since the rank

@@ -6,12 +6,11 @@ from operator import setitem
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.loss import classes as of_classes
-from megatron_burst.loss import statistics
+from megatron_burst.loss import classes, statistics
 from megatron_burst.loss.attempt import Attempt
+from megatron_burst.loss.classes import Target
 from megatron_burst.loss.rows import Rows, wrong_classes
 from megatron_burst.loss.statistics import Factor, LossOptions, Stat, sum_dtype
 from megatron_burst.loss.tensor_parallel import HiddenGrad, TensorParallel
@@ -66,9 +65,8 @@ def statistics_pass(
         local = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer, z)
         attempt(setitem, stats, (..., piece), local)
     whole = head.tp.combine(attempt, attempt.or_nan(stats, shape, dtype))
-    if several and head.tp.size > 1 and rows.count:
-        z = attempt.or_nan(z, rows.labels.shape, dtype)
-        dist.all_reduce(z, group=head.tp.group)
+    if several:
+        z = head.tp.add_up(attempt, z, rows.labels.shape, dtype)
     return attempt(_poisoned, whole), z, buffer
 
 
@@ -94,54 +92,79 @@ def _chunk_gradient(
     sums: Sums,
 ) -> Tensor | None:  # fmt: skip
     """Add the weight's gradient; returns the hidden states' [blocks * some, h], if needed."""
-    of_rows, total = factors.rows[:, :, piece].flatten(1), None
-    for classes, raw, targets in tiles:
-        if factors.classes is None:
-            kernels_of(raw).gradient_(raw, targets, of_rows, head.options)
-        else:
-            given = factors.classes[:, piece].flatten(0, 1)
-            of_classes.gradient_(kernels_of(raw), raw, targets, of_rows, given, head.options)
+    total = None
+    for part, raw, columns in tiles:
+        _to_gradient(raw, columns, factors, piece, head.options)
         if sums.weight is not None:
-            add_product(sums.weight[classes], raw.t(), x)
+            add_product(sums.weight[part], raw.t(), x)
         if sums.hidden is not None:
             first = total is None
             total = x.new_empty(x.shape, dtype=sum_dtype(x.dtype)) if first else total
-            add_product(total, raw, weight[classes], first)
+            add_product(total, raw, weight[part], first)
     return total
 
 
-def forward_gradient_pass(head: Head, hidden: Tensor, weight: Tensor, rows: Rows,
-                          row_weight: Tensor, sums: Sums,
-                          attempt: Attempt) -> Tensor | None:  # fmt: skip
-    """Statistics as of `statistics_pass` and, from the same logits, gradients of
-    sum(row_weight * loss), row_weight [blocks, n]; tiles have all classes.
+def forward_gradient_pass(
+    head: Head, hidden: Tensor, weight: Tensor, rows: Rows, row_weight: Tensor, sums: Sums,
+    attempt: Attempt, target: Target | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Losses [blocks, n] and, from the same logits, gradients of sum(row_weight * loss), row_weight
+    [blocks, n]; tiles have all classes. `target`: what the loss compares with, if each token has
+    several classes.
 
-    Each chunk needs statistics of the whole vocabulary, hence one collective per chunk.
+    Each chunk needs statistics of the whole vocabulary, hence one collective per chunk; two if each
+    token has several classes.
     """
     blocks, dtype = len(rows.labels), sum_dtype(hidden.dtype)
-    stats = attempt(hidden.new_empty, (len(Stat), *rows.labels.shape), dtype=dtype)
+    of_rows = attempt(hidden.new_empty, rows.valid.shape, dtype=dtype)
+    several = rows.labels.dim() > 2
+    z = attempt(hidden.new_zeros, rows.labels.shape, dtype=dtype) if several else None
     buffer = attempt(tile_buffer, head, hidden)
 
-    def gradient(piece: slice, x: Tensor, whole: Tensor) -> Tensor | None:
-        stats[:, :, piece] = _poisoned(whole)
-        factors = loss_factors(head, stats[:, :, piece], row_weight[:, piece]).flatten(1)
-        ((_, raw, targets),) = tiles_of(head, x, weight, rows, piece, buffer, computed=True)
-        kernels_of(raw).gradient_(raw, targets, factors, head.options)
+    def gradient(piece: slice, x: Tensor, whole: Tensor, of_classes: Tensor) -> Tensor | None:
+        stats, weights = _poisoned(whole), row_weight[:, piece]
+        if target is None:
+            made, factors = losses(head, stats), Factors(loss_factors(head, stats, weights))
+        else:
+            ids = rows.labels[:, piece]
+            made, *two = target.compared(ids, stats, of_classes, weights, piece, head.options)
+            factors = Factors(*two)
+        of_rows[:, piece] = made
+        if sums.hidden is None and sums.weight is None:
+            return None
+        ((_, raw, columns),) = tiles_of(head, x, weight, rows, piece, buffer, computed=True)
+        _to_gradient(raw, columns, factors, slice(None), head.options)
         if sums.weight is not None:
             add_product(sums.weight, raw.t(), x, first=sums.fresh and piece.start == 0)
         return None if sums.hidden is None else torch.mm(raw, weight)
 
     for piece, x in head.tp.chunks(attempt, hidden, rows, head.tiles.rows):
-        local = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer)
+        local = attempt(_chunk_statistics, head, x, weight, rows, piece, buffer, z)
         shape = len(Stat), blocks, piece.stop - piece.start
         whole = head.tp.combine(attempt, attempt.or_nan(local, shape, dtype))
-        grad = attempt(gradient, piece, x, whole)
+        some = None
+        if several:
+            shape = blocks, shape[-1], rows.labels.shape[-1]
+            some = head.tp.add_up(attempt, attempt(lambda at=piece: z[:, at]), shape, dtype)
+        grad = attempt(gradient, piece, x, whole, some)
         if sums.hidden is not None:
             sums.hidden.put(piece, grad)
         del x, grad  # before the next ones are made
     if sums.fresh and rows.count == 0:
         attempt(sums.weight.zero_)
-    return stats
+    return of_rows
+
+
+def _to_gradient(
+    raw: Tensor, columns: Tensor, factors: Factors, piece: slice, options: LossOptions
+) -> None:
+    """Replace a tile's raw logits by their gradient; `piece`: its rows' factors."""
+    of_rows = factors.rows[:, :, piece].flatten(1)
+    if factors.classes is None:
+        kernels_of(raw).gradient_(raw, columns, of_rows, options)
+    else:
+        given = factors.classes[:, piece].flatten(0, 1)
+        classes.gradient_(kernels_of(raw), raw, columns, of_rows, given, options)
 
 
 def largest_class(
@@ -203,13 +226,13 @@ def _chunk_statistics(
     if z is None:
         wrong = wrong_classes(labels, head.vocab)
     else:
-        wrong = of_classes.wrong(labels, head.vocab, head.options.ignore_index)
+        wrong = classes.wrong(labels, head.vocab, head.options.ignore_index)
     stats[Stat.TARGET].masked_fill_((valid & wrong).flatten(), torch.nan)
     for _, raw, targets in tiles_of(head, x, weight, rows, piece, buffer):
         if z is None:
             kernels_of(raw).merge_statistics(stats, raw, targets, head.options, head.extras)
         else:
-            z[:, piece] += of_classes.merge_others(
+            z[:, piece] += classes.merge_others(
                 kernels_of(raw), stats, raw, targets, head.options, head.extras
             ).view_as(labels)
     return stats.view(len(Stat), len(labels), -1)

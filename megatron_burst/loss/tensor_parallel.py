@@ -1,7 +1,7 @@
 """The ranks that share a vocabulary: what they send each other of hidden states, statistics and
 gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +105,14 @@ class TensorParallel:
             return stats
         # gathered, because sums relative to different maxima cannot be all-reduced
         return attempt(combined, self.gather(attempt, stats))
+
+    def add_up(self, attempt: Attempt, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype
+               ) -> Tensor:  # fmt: skip
+        """The sum of all ranks' tensors; NaN after a failure."""
+        total = attempt.or_nan(x, shape, dtype).contiguous()
+        if self.size > 1 and total.numel():
+            dist.all_reduce(total, group=self.group)
+        return total
 
     def gather(self, attempt: Attempt, x: Tensor) -> Tensor:
         """A tensor of each rank, [ranks, ...]."""

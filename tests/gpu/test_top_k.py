@@ -13,6 +13,7 @@ import torch
 from megatron_burst import (
     class_log_probs,
     count_supervised,
+    distillation_loss,
     linear_cross_entropy,
     token_log_probs,
     top_k_kl,
@@ -31,7 +32,8 @@ K = 64
 def test_random_cases_are_those_of_the_definition(size):
     wrong = run_ranks(test_top_k.excesses, size, size, "cuda", 60, backend="nccl")
     assert wrong == [[]] * size
-    assert run_ranks(test_top_k.tops, size, size, "cuda", backend="nccl") == [[]] * size
+    for function in (test_top_k.tops, test_top_k.distilled):
+        assert run_ranks(function, size, size, "cuda", backend="nccl") == [[]] * size
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -76,6 +78,14 @@ def test_distillation_needs_one_gib_beyond_inputs_and_gradients():
         student = class_log_probs(hidden, weight, top.ids, entropy=True)
         (top_k_kl(student, top).mean() - 0.01 * student.entropy.mean()).backward()
 
+    def distil_at_once() -> None:
+        weight.grad_added_to_main_grad, hidden.grad = False, None
+        distillation_loss(hidden, weight, top).backward()
+
+    # as with the loss, a second float32 gradient of the weight
+    extra = peak_gib(distil_at_once) - (hidden.nbytes + weight.main_grad.nbytes) / 2**30
+    print(f"the same with gradients in forward: {extra:.3f} GiB")
+    assert extra <= 1
     extra = peak_gib(distil) - hidden.nbytes / 2**30
     print(f"a student's loss and gradients: {extra:.3f} GiB")
     assert extra <= 1 and hidden.grad.isfinite().all() and weight.main_grad.isfinite().all()

@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst import class_log_probs, top_k_kl, top_k_log_probs
+from megatron_burst import class_log_probs, distillation_loss, top_k_kl, top_k_log_probs
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.loss import classes, top_k
+from megatron_burst.loss.distillation import ClassLogProbs
 from megatron_burst.loss.statistics import LossOptions
-from megatron_burst.loss.top_k import ClassLogProbs
 from tests.attention.failing import NoMemoryError
 from tests.loss.oracle import chunks_of, relative_error
 from tests.loss.test_failed_loss import failing
 from tests.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.numeric
-preload("megatron_burst.loss.top_k", "tests.loss.oracle")
+preload("megatron_burst.loss.distillation", "tests.loss.oracle")
 CASES = 200  # of each number of ranks
 MASKS = ("all", "none", "few", "one block", "most of one block")
 
@@ -236,6 +236,36 @@ def test_kl_is_that_of_the_classes_and_the_rest_with_its_gradient(reverse):
     assert float(same.abs().max()) < 1e-15
 
 
+def distilled(rank: int, size: int, device: str = "cpu") -> list[tuple[int, float, float, float]]:
+    """Where the loss with gradients in forward is not that of two calls: seed and errors."""
+    wrong = []
+    for seed in range(size * 1000, size * 1000 + 60):
+        case = moved(random_case(seed, size), device)
+        case = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
+        part, reverse = part_of(case, rank, size), bool(seed % 2)
+        settings = dict(loss_mask=case.mask / 2, options=case.options, tp_group=dist.group.WORLD,
+                        sequence_parallel=case.sequence_parallel)  # fmt: skip
+        noise = torch.randn(part.hidden.shape, dtype=torch.float64, device=device)
+        teacher = class_log_probs(part.hidden + noise, part.weight, case.ids, **settings)
+        leaves = [x.detach().requires_grad_() for x in (part.hidden, part.weight) * 2]
+        two = top_k_kl(class_log_probs(*leaves[:2], case.ids, **settings), teacher, reverse=reverse)
+        total = (case.mask * teacher.mask).sum()
+        expected = (two * case.mask).sum() / total.clamp(min=1)
+        with chunks_of(case.chunk):
+            loss = distillation_loss(*leaves[2:], teacher, reverse=reverse, **settings)
+        for x in (expected, loss):
+            (3 * x).backward()
+        pairs = (loss, expected), *((leaves[i + 2].grad, leaves[i].grad) for i in (0, 1))
+        if not max(off := [error_of(got, true, true) for got, true in pairs]) < 1e-12:
+            wrong.append((seed, *off))
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradients_along_with_the_loss_are_those_of_two_calls(size):
+    assert run_ranks(distilled, size, size) == [[]] * size
+
+
 def test_all_classes_named_leaves_nothing():
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(6, 5, generator=generator).requires_grad_(), torch.eye(5)
@@ -285,6 +315,10 @@ def test_refuses_in_one_sentence(function, given, settings, message):
         function(H, W, given, **settings)
 
 
+def teacher_of(case: Case) -> ClassLogProbs:
+    return by_definition(case, case.hidden, case.weight)
+
+
 def failures(rank: int) -> list[tuple[str, str, float]]:
     """By place that fails on rank 1: what a rank got, and the error of the next call."""
     group, got = dist.new_group(), []
@@ -295,6 +329,7 @@ def failures(rank: int) -> list[tuple[str, str, float]]:
         "merge_others": partial(class_log_probs, ids=case.ids),
         "gradient_": partial(class_log_probs, ids=case.ids),
         "_best_of_chunk": partial(top_k_log_probs, k=3),
+        "divergence": partial(distillation_loss, teacher=teacher_of(case)),
     }
     for name, call in calls.items():
         module, error = (top_k if name == "_best_of_chunk" else classes), ""
@@ -302,9 +337,10 @@ def failures(rank: int) -> list[tuple[str, str, float]]:
         def run(call=call):
             hidden = part.hidden.detach().requires_grad_()
             values = call(hidden, part.weight, tp_group=group, sequence_parallel=True)
-            if values.rest.requires_grad:
-                values.rest.sum().backward()
-            return values.log_probs
+            value = values if isinstance(values, Tensor) else values.rest
+            if value.requires_grad:
+                value.sum().backward()
+            return value
 
         expected = run()
         try:
@@ -319,4 +355,4 @@ def failures(rank: int) -> list[tuple[str, str, float]]:
 def test_a_rank_that_fails_keeps_no_other_waiting():
     errors = "DisagreementError", "NoMemoryError"
     for error, found in zip(errors, run_ranks(failures, 2), strict=True):
-        assert [(kind, off) for _, kind, off in found] == [(error, 0.0)] * 3, found
+        assert [(kind, off) for _, kind, off in found] == [(error, 0.0)] * 4, found
