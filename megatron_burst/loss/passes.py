@@ -164,7 +164,7 @@ def _to_gradient(
         kernels_of(raw).gradient_(raw, columns, of_rows, options)
     else:
         given = factors.classes[:, piece].flatten(0, 1)
-        classes.gradient_(kernels_of(raw), raw, columns, of_rows, given, options)
+        classes.gradient_of_all_(kernels_of(raw), raw, columns, of_rows, given, options)
 
 
 def largest_class(

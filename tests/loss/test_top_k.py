@@ -327,7 +327,7 @@ def failures(rank: int) -> list[tuple[str, str, float]]:
     part = part_of(case, rank, 2)
     calls = {
         "merge_others": partial(class_log_probs, ids=case.ids),
-        "gradient_": partial(class_log_probs, ids=case.ids),
+        "gradient_of_all_": partial(class_log_probs, ids=case.ids),
         "_best_of_chunk": partial(top_k_log_probs, k=3),
         "divergence": partial(distillation_loss, teacher=teacher_of(case)),
     }
