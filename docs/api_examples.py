@@ -8,7 +8,9 @@ from megatron_burst import (
     BurstConfig,
     BurstError,
     burst_attention,
+    class_log_probs,
     count_supervised,
+    distillation_loss,
     keep,
     linear_cross_entropy,
     next_tokens,
@@ -16,6 +18,8 @@ from megatron_burst import (
     shard,
     slices,
     token_log_probs,
+    top_k_kl,
+    top_k_log_probs,
     unshard,
 )
 
@@ -65,6 +69,20 @@ each = linear_cross_entropy(hidden, weight, labels, reduction="none", label_smoo
 # %% token_log_probs
 found = token_log_probs(hidden, weight, labels, entropy=True)
 ratio = (found.log_probs - found.log_probs.detach()).exp()
+
+# %% top_k_log_probs
+teacher = top_k_log_probs(hidden, weight, 8)
+assert teacher.ids.shape == (*labels.shape, 8)
+
+# %% class_log_probs
+student = class_log_probs(hidden, weight, teacher.ids, entropy=True)
+
+# %% top_k_kl
+each = top_k_kl(student, teacher)  # KL(teacher || student) of each token
+loss = each.mean() - 0.01 * student.entropy.mean()
+
+# %% distillation_loss
+loss = distillation_loss(hidden, weight, teacher, reverse=True)
 
 # %% next_tokens
 following = next_tokens(tokens, group=cp_group, cu_seqlens=boundaries, dim=1)

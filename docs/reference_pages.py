@@ -60,7 +60,11 @@ API = (
     "attention.burst_attention", "config.BurstConfig",
     "comm.cp_groups.cp_groups", "comm.cp_groups.CPGroups",
     "recompute.keep.keep", "loss.linear.linear_cross_entropy",
-    "loss.linear.token_log_probs", "loss.next_tokens.next_tokens", "loss.supervised.count_supervised",
+    "loss.linear.token_log_probs", "loss.next_tokens.next_tokens",
+    "loss.supervised.count_supervised",
+    *(f"loss.distillation.{name}" for name in (
+        "top_k_log_probs", "class_log_probs", "top_k_kl", "distillation_loss",
+    )),
     "mcore.fused_loss.fuse_loss", "mcore.specs.burst_spec", "mcore.sliced.SlicedSeqParams",
     "mcore.balanced.BalancedBatches",
     "shards.shard", "shards.unshard", "shards.position_ids",

@@ -31,8 +31,10 @@ def merge_others(kernels: Any, stats: Tensor, raw: Tensor, columns: Tensor, opti
     return torch.where(is_inside, logits(before, options), 0)
 
 
-def gradient_of_all_(kernels: Any, raw: Tensor, columns: Tensor, factors: Tensor, gradients: Tensor,
-              options: LossOptions) -> None:  # fmt: skip
+def gradient_of_all_(
+    kernels: Any, raw: Tensor, columns: Tensor, factors: Tensor, gradients: Tensor,
+    options: LossOptions,
+) -> None:  # fmt: skip
     """Replace a tile's raw logits by their gradient: by factors [5, rows], and in the columns
     [rows, k] of named classes by the gradients given for these."""
     kernels.gradient_(raw, columns.new_full(columns.shape[:1], -1), factors, options)
