@@ -188,7 +188,7 @@ def _copied(x: DeferredLogits, func: Any, kwargs: Any) -> DeferredLogits | None:
     dtype = kwargs.get("dtype") or x.dtype
     is_same = kwargs.get("device") in (None, x.device) and kwargs.get("layout") in (
         None, torch.strided)  # fmt: skip
-    if not is_same or dtype not in (x.dtype, sum_dtype(x.source.hidden.dtype)):
+    if not is_same or dtype not in (x.dtype, torch.float32, torch.float64):
         return None
     like = func(x.like(), **{name: value for name, value in kwargs.items() if name != "device"})
     classes = x.source.classes
@@ -236,8 +236,8 @@ def defer(layer: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) ->
 
 
 def log_probs_of(logits: Any, labels: Tensor, entropy: bool = True) -> TokenLogProbs | None:
-    """Log-probabilities of labels under deferred logits, and entropies, in the labels' shape;
-    None if these are real logits.
+    """Log-probabilities of labels under deferred logits, and entropies, in the labels' shape and
+    the logits' dtype, but at least float32; None if these are real logits.
 
     Args:
         logits: [..., vocab / tp].
@@ -254,9 +254,12 @@ def log_probs_of(logits: Any, labels: Tensor, entropy: bool = True) -> TokenLogP
             source.layer, source.hidden, source.weight, targets.view(seq, batch), None,
             source.scale, entropy,
         )  # fmt: skip
-        return TokenLogProbs(*(
+        log_probs, entropies, mask = (
             None if x is None else x.reshape(-1)[tokens].view(labels.shape) for x in values
-        ))  # fmt: skip
+        )
+        dtype = sum_dtype(source.dtype)
+        entropies = None if entropies is None else entropies.to(dtype)
+        return TokenLogProbs(log_probs.to(dtype), entropies, mask)
 
 
 @cache  # one line in a process for each operation
