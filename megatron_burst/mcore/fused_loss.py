@@ -25,7 +25,7 @@ from megatron_burst.loss.linear import TokenLogProbs, linear_cross_entropy, toke
 from megatron_burst.loss.next_tokens import next_tokens
 from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.loss.statistics import LossOptions
-from megatron_burst.loss.supervised import Supervised, count_supervised
+from megatron_burst.loss.supervised import Supervised, count_supervised, valid_tokens
 from megatron_burst.loss.tensor_parallel import TensorParallel
 from megatron_burst.mcore import packed
 from megatron_burst.mcore.args import global_args, wants_fused_loss
@@ -41,6 +41,9 @@ from megatron_burst.mcore.output_layer import (
     refuse_sharded,
 )
 from megatron_burst.mcore.refusals import LOSS_FLAG, names_burst, refuse
+
+
+PLAIN = ColumnParallelLinear, LazyLinear  # heads that compute `hidden @ weight.T`
 
 
 class FusedHead:
@@ -133,8 +136,7 @@ class FusedHead:
             tp_group=self.tp.group, sequence_parallel=self.tp.sequence_parallel,
             logit_scale=logits.scale, **options,
         )  # fmt: skip
-        loss = logits.compute(losses_of)
-        assert isinstance(loss, Tensor)  # a pair only with return_lse
+        loss = logits.compute(losses_of)  # type: ignore[arg-type]  # a pair only with return_lse
         loss = loss.t().contiguous()
         head = None if is_main else next(self.head_masks, None)
         return loss if head is None else head.normalize(loss, self.model_config)
@@ -189,20 +191,36 @@ def log_probs_and_entropy(
         targets = _next_tokens(input_ids, cp_group, config, packed_seq_params)
     else:
         targets = labels.t()
-    tp = output_layer.tp_group
     scale = 1.0 / (1.0 if context is None else context)
     if config.use_mup:
         scale *= config.mup_output_mult
-    of_targets = partial(
-        token_log_probs, labels=targets, tp_group=tp,
-        sequence_parallel=output_layer.sequence_parallel and tp.size() > 1,
-        loss_mask=None if loss_mask is None else loss_mask.t(),
-        options=LossOptions(logit_scale=scale), keep_logits=False,  # many may wait for backward
-        invariant=burst_config_of(config).invariant,
-    )  # fmt: skip
-    values = inside(output_layer, of_targets, hidden_states, output_weight)
+    mask = None if loss_mask is None else loss_mask.t()
+    values = values_inside(output_layer, hidden_states, output_weight, targets, mask, scale)
     assert values.entropy is not None  # computed by default
     return TokenLogProbs(values.log_probs.t(), values.entropy.t(), values.mask.t())
+
+
+def values_inside(
+    layer: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None, labels: Tensor,
+    loss_mask: Tensor | None, scale: float, entropy: bool = True,
+) -> TokenLogProbs:  # fmt: skip
+    """`token_log_probs` of [s, b] labels inside the call of an output layer. `weight`: as in a call
+    of the layer; `scale`: factor of its logits."""
+    options = LossOptions(logit_scale=scale)
+    tp = layer.tp_group
+
+    def values_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        values = token_log_probs(
+            hidden, weight, labels, tp_group=tp, loss_mask=loss_mask, options=options,
+            sequence_parallel=layer.sequence_parallel and tp.size() > 1, entropy=entropy,
+            keep_logits=False,  # many may wait for backward
+            invariant=burst_config_of(layer.config).invariant,
+        )  # fmt: skip
+        return torch.stack([x for x in (values.log_probs, values.entropy) if x is not None])
+
+    values = inside(layer, values_of, hidden, weight)
+    mask = valid_tokens(labels, loss_mask, options.ignore_index)
+    return TokenLogProbs(values[0], values[1] if entropy else None, mask)
 
 
 def _next_tokens(input_ids: Tensor, cp_group: dist.ProcessGroup, config: Any, packed_seq_params
@@ -229,7 +247,7 @@ def check_model(model: Any, config: FusedLossConfig) -> None:
     """Refuse a head that computes anything but `hidden @ weight.T`."""
     layer: Any = getattr(model, "output_layer", None)
     head = dict(
-        output_layer=None if type(layer) is ColumnParallelLinear else type(layer).__name__,
+        output_layer=None if type(layer) in PLAIN else type(layer).__name__,
         bias=getattr(layer, "bias", None) is not None, burst_loss_grads=config.grads,
         gtp_remat_size=getattr(layer, "gtp_remat_size", None),
         disable_grad_reduce=getattr(layer, "disable_grad_reduce", None),

@@ -23,6 +23,7 @@ from megatron_burst.logs import log_message
 from megatron_burst.loss.options import FusedLossConfig
 from megatron_burst.mcore import args as flags
 from megatron_burst.mcore import patches
+from megatron_burst.mcore.log_probs import frameworks
 from megatron_burst.mcore.options import VARIABLE, environment_args, with_environment
 from megatron_burst.mcore.plan_file import DUMP_FLAG, check_plan, take_plans
 from megatron_burst.mcore.refusals import FLAG, KEEP_FLAG, names_burst, refuse
@@ -115,6 +116,8 @@ def switch_on_automatically() -> None:
     patches.apply_when_imported("attention", "layers", *["invariant"] * burst.invariant)
     if flags.wants_fused_loss(options):
         patches.apply_when_imported("loss", arguments=loss)
+    if options.burst_log_probs:
+        frameworks.switch_on()
     first, *_ = patches.rows("attention")
     on_undo(when_imported(first.module, functools.partial(_log_active, first)))
 
@@ -195,6 +198,8 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
         patches.apply("log")
     if has_loss:
         patches.apply("loss", arguments=(FusedLossConfig.from_args(args), False))
+    if getattr(args, "burst_log_probs", False):
+        frameworks.switch_on()
     return validated
 
 

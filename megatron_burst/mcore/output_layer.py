@@ -23,18 +23,22 @@ from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
-    """Megatron's class, whose calls return `LazyLogits` while its model computes a loss.
+    """Megatron's class, whose calls return `LazyLogits` while its model computes a loss, and
+    `DeferredLogits` while it computes logits for log-probabilities.
 
     It has Megatron's name because Megatron-FSDP looks up by name how a weight is sharded
     (core/distributed/fsdp/mcore_fsdp_adapter.py:271).
     """
 
-    fused_head: Any  # of the model
+    fused_head: Any = None  # of the model
+    deferred_head: Any = None
 
     def __call__(self, input_, weight=None, runtime_gather_output=None):
         """As Megatron's, or lazy logits, for which FSDP gathers nothing, and no bias."""
-        if self.fused_head.active:
+        if self.fused_head is not None and self.fused_head.active:
             return LazyLogits(self, input_, weight), None
+        if self.deferred_head is not None and self.deferred_head.active:
+            return self.deferred_head.defer(input_, weight), None
         return super().__call__(input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
 
@@ -51,7 +55,7 @@ class LazyLogits:
     weight: Tensor | None = None  # [vocab / tp, h]; None: the layer's own
     scale: float = 1.0
 
-    def compute[T](self, work: Callable[[Tensor, Tensor], T]) -> T:
+    def compute(self, work: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`work(hidden, weight)`, inside the layer's call."""
         return inside(self.layer, work, self.hidden, self.weight)
 
@@ -68,8 +72,11 @@ class LazyLogits:
         if dim not in (-1, 2):
             raise no_logits("logits are compared along the vocabulary only", f"max({dim})")
         tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
-        with torch.no_grad():
-            return self.compute(lambda x, weight: largest_class(x, weight, tp, self.scale))
+        with torch.no_grad():  # classes of any vocabulary are exact in float64
+            largest, classes = self.compute(
+                lambda x, weight: torch.stack(largest_class(x, weight, tp, self.scale)).double()
+            )
+        return largest.to(self.hidden.dtype), classes.long()
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -78,24 +85,27 @@ class LazyLogits:
         raise no_logits("logits are never stored while the loss is computed", func.__name__)
 
 
-def inside[T](layer: tensor_parallel.ColumnParallelLinear, work: Callable[[Tensor, Tensor], T],
-              hidden: Tensor, weight: Tensor | None) -> T:  # fmt: skip
+def inside(layer: tensor_parallel.ColumnParallelLinear, work: Callable[[Tensor, Tensor], Tensor],
+           hidden: Tensor, weight: Tensor | None) -> Tensor:  # fmt: skip
     """`work(hidden, weight)` as the forward of an output layer, with all hooks of its call;
-    `weight`: as in a call of the layer, None: its own."""
+    `weight`: as in a call of the layer, None: its own.
+
+    Hooks get what they get from Megatron's layer, a tensor and no bias: some unpack it.
+    """
     before = vars(layer).get("forward")
 
-    def forward(hidden: Tensor, weight: Tensor | None = None) -> T:
+    def forward(hidden: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         own = layer.weight
         if isinstance(weight, DTensor) and own is not None:
             # MTP detaches the layer's own before the call (mtp_detach_heads)
             weight = own if weight.requires_grad else own.detach()
         weight = own if weight is None else weight
         refuse_sharded(weight)
-        return work(hidden, weight)
+        return work(hidden, weight), None
 
     layer.forward = forward
     try:
-        return nn.Module.__call__(layer, hidden, weight=weight)
+        return nn.Module.__call__(layer, hidden, weight=weight)[0]
     finally:
         del layer.forward
         if before is not None:

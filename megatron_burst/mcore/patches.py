@@ -82,6 +82,7 @@ _CORES = ("specs name Megatron's own core attention, and --spec does not reach t
 _OWN = "keeps what Megatron's own attention saves for its backward, with --burst-keep"
 _INPUTS = "layers call it by this name; hooks for what it saves must be set around the call"
 _BUILT = "attaches the fused loss to models when they are built, by any code"
+_DEFERS = "has models return deferred logits, whoever builds them"
 
 
 RELEASES = {  # first and last release that have a place, or need its patch
@@ -166,10 +167,11 @@ def apply_when_imported(*groups: str, arguments: tuple[Any, ...] = ()) -> None:
     at all.
     """
     for patch in rows(*groups):
-        on_undo(when_imported(patch.module, functools.partial(_try, patch, arguments)))
+        on_undo(when_imported(patch.module, functools.partial(try_apply, patch, arguments)))
 
 
-def _try(patch: Patch, arguments: tuple[Any, ...]) -> None:
+def try_apply(patch: Patch, arguments: tuple[Any, ...] = ()) -> None:
+    """Apply a patch that is skipped with a log line if it does not fit."""
     try:
         patch.apply(*arguments)
     except BurstError as error:
@@ -284,6 +286,12 @@ TABLE: tuple[Patch, ...] = (
         ("loss", GPT, f"{_MCORE}.fused_loss:build_with_loss", f"{GPT_HEAD} {GPT_TAIL}", _BUILT),
         *(("loss", place, f"{_MCORE}.fused_loss:build_with_loss",
            f"self config {spec} {_HYBRID}", _BUILT)
+          for place, spec in ((HYBRID, "hybrid_stack_spec"), (MAMBA, "mamba_stack_spec"))),
+        # applied by --burst-log-probs
+        ("log probs", GPT, f"{_MCORE}.log_probs.head:build_deferring", f"{GPT_HEAD} {GPT_TAIL}",
+         _DEFERS),
+        *(("log probs", place, f"{_MCORE}.log_probs.head:build_deferring",
+           f"self config {spec} {_HYBRID}", _DEFERS)
           for place, spec in ((HYBRID, "hybrid_stack_spec"), (MAMBA, "mamba_stack_spec"))),
         # applied by --burst-log
         ("log", TRAIN_STEP, f"{_MCORE}.transfer_log:count_in_step",
