@@ -11,7 +11,7 @@ from megatron_burst.loss.passes import Head, kernels_of, tile_buffer, tiles_of
 from megatron_burst.loss.rows import Rows
 from megatron_burst.loss.statistics import Stat, empty_statistics, sum_dtype
 
-_GROUP = 16  # adjacent classes whose largest logit is found first
+_GROUP = 16  # classes whose largest logit is found first
 
 
 class Best(NamedTuple):
@@ -67,15 +67,15 @@ def _best_of_chunk(head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: sli
 
 
 def _largest(raw: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`raw.topk(k)`, which reads a wide tile only once: the largest are in the groups of adjacent
-    classes whose own largest are."""
+    """`raw.topk(k)`, which reads a wide tile only once: the largest are in the groups of classes
+    whose own largest are. Classes of a group lie apart, so that adjacent ones are read together."""
     groups = raw.shape[1] // _GROUP
     if groups <= k:
         return raw.topk(k, dim=1)
     whole = groups * _GROUP
-    best = raw[:, :whole].unflatten(1, (groups, _GROUP)).amax(2).topk(k, dim=1, sorted=False)
-    members = torch.arange(_GROUP, device=raw.device)
-    columns = (best.indices.unsqueeze(2) * _GROUP + members).flatten(1)
+    best = raw[:, :whole].unflatten(1, (_GROUP, groups)).amax(1).topk(k, dim=1, sorted=False)
+    members = torch.arange(0, whole, groups, device=raw.device)
+    columns = (best.indices.unsqueeze(2) + members).flatten(1)
     others = torch.arange(whole, raw.shape[1], device=raw.device).expand(len(raw), -1)
     columns = torch.cat((columns, others), 1)
     values, places = raw.gather(1, columns).topk(k, dim=1)

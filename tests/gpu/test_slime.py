@@ -114,7 +114,8 @@ def three_steps(rank: int) -> dict[str, list[float]]:
     reference = None
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
-        values = passes(old, {}, True)["log_probs"]
+        with torch.no_grad():
+            values = passes(old, {}, True)["log_probs"]
         reference = reference or values
         advantages = [torch.linspace(-1, 1, len(x), device="cuda") for x in values]
         more = {"log_probs": values, "ref_log_probs": reference, "advantages": advantages}
