@@ -215,11 +215,8 @@ class _Defer(torch.autograd.Function):
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
             logits = call(ctx.layer, hidden, ctx.own_weight)
-        inputs = [
-            x
-            for x, needs in zip((hidden, ctx.own_weight), ctx.needs_input_grad, strict=False)
-            if needs
-        ]
+        inputs = [x for x, needs in zip((hidden, ctx.own_weight), ctx.needs_input_grad, strict=False)
+                  if needs]
         grads = iter(torch.autograd.grad(logits, inputs, grad))
         return *(next(grads) if needs else None for needs in ctx.needs_input_grad[:2]), None
 
