@@ -200,6 +200,15 @@ def of_logits(framework: str, x: HeadTensors) -> Tensor:
     if framework == "slime":
         function = import_quietly("slime.utils.ppo_utils").calculate_log_probs_and_entropy
         values = function(logits, labels, x.group, True, -1, None, False)[0].squeeze(1)
+    elif framework == "ms-swift":
+        from megatron.core import parallel_state
+
+        if not parallel_state.is_initialized():
+            parallel_state.initialize_model_parallel(ranks)
+        module = import_quietly("swift.megatron.trainers.vocab_parallel_utils")
+        options = {"compute_entropy": True}
+        values = module.compute_logps_and_entropy_from_logits(logits[None], labels[None], **options)
+        values = values[0][0]
     else:
         module, first = import_quietly("nemo_rl.distributed.model_utils"), rank * len(x.weight)
         values = module.DistributedLogprob.apply(
@@ -311,6 +320,7 @@ PEERS = {
         LossPeer("liger:grpo", partial(grpo, "liger"), "liger_kernel", is_policy=True),
         LossPeer("verl", partial(of_logits, "verl"), "verl"),
         LossPeer("slime", partial(of_logits, "slime"), "slime"),
+        LossPeer("ms-swift", partial(of_logits, "ms-swift"), "swift"),
         LossPeer("nemo-rl", partial(of_logits, "nemo-rl"), "nemo_rl"),
         LossPeer("cce", cut, "cut_cross_entropy"),
         LossPeer("quack", quack, "quack"),
