@@ -122,8 +122,7 @@ def _outputs(head: Head, rows: Rows, stats: Tensor, z: Tensor | None) -> tuple[T
     if z is None:
         values = passes.losses(head, stats), stats[Stat.LSE], stats[Stat.LSE] - stats[Stat.MEAN]
     else:
-        made = classes.probabilities(rows.labels, stats, z, head.options, head.entropy)
-        values = made[:3]
+        values = classes.probabilities(rows.labels, stats, z, head.options, head.entropy)[:3]
     return tuple(map(rows.spread, values))
 
 
@@ -133,10 +132,10 @@ def _factors(
     """Factors of the gradient from the gradients of what forward returns."""
     shapes = (stats[0] if z is None else z, stats[0], stats[0])
     pairs = zip(grads, shapes, strict=True)
-    made = [torch.zeros_like(x) if g is None else rows.collect(g) for g, x in pairs]
+    of_rows = [torch.zeros_like(x) if g is None else rows.collect(g) for g, x in pairs]
     if z is not None:
-        return Factors(*classes.factors_of(rows.labels, stats, z, head.options, tuple(made)))
-    loss, lse, entropy = made
+        return Factors(*classes.factors_of(rows.labels, stats, z, head.options, tuple(of_rows)))
+    loss, lse, entropy = of_rows
     factors = passes.loss_factors(head, stats, loss)
     # d entropy / dz = -p (z - mean)
     factors[Factor.SOFTMAX] += lse + entropy * stats[Stat.MEAN]

@@ -203,11 +203,11 @@ def _compared(
     labels, supervised, failure = inputs.labels, inputs.supervised, None
     on_gpu = _stays_on_gpu(labels)
     try:
-        given = supervised.wait() if isinstance(supervised, SupervisedCount) else None
+        bounds = supervised.wait() if isinstance(supervised, SupervisedCount) else None
         valid = valid_tokens(labels, inputs.loss_mask, options.ignore_index, inputs.several)
         if on_gpu and supervised == "all" and tp.group is None:
             return valid, None, None
-        numbers, wrong = _numbers(inputs, valid, given, tp, options)
+        numbers, wrong = _numbers(inputs, valid, bounds, tp, options)
     except Exception as error:
         if tp.group is None:
             raise
@@ -226,32 +226,32 @@ def _compared(
     counts, others = numbers.split((tp.blocks, 5))
     if on_gpu:
         fail = (others[1] > 0) | (others[2] != ~others[3])
-        given = counts.tolist() if supervised == "count" else given  # the CPU waits here
-        return valid, given, torch.where(fail, torch.nan, 1.0)
+        bounds = counts.tolist() if supervised == "count" else bounds  # the CPU waits here
+        return valid, bounds, torch.where(fail, torch.nan, 1.0)
     got = labels[wrong][:3].tolist() or "some on another rank"
     _refuse_differences(others.tolist(), got, inputs, tp, options)
     return valid, counts.tolist(), None
 
 
 def _numbers(
-    inputs: LossInputs, valid: Tensor, given: Sequence[int] | None, tp: TensorParallel,
+    inputs: LossInputs, valid: Tensor, bounds: Sequence[int] | None, tp: TensorParallel,
     options: LossOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What is compared: the tokens of each block, how many labels are wrong, whether there are more
     tokens than were counted, a hash and its complement, and a rank that failed; which are wrong."""
     labels, loss_mask = inputs.labels, inputs.loss_mask
-    named, wrong = valid, wrong_classes(labels, inputs.weight.shape[0] * tp.size)
+    is_named, wrong = valid, wrong_classes(labels, inputs.weight.shape[0] * tp.size)
     if inputs.several:
-        named = valid.unsqueeze(-1) & (labels != options.ignore_index)
+        is_named = valid.unsqueeze(-1) & (labels != options.ignore_index)
         wrong |= named_twice(labels)
-    wrong &= named
+    wrong &= is_named
     weights = (valid if loss_mask is None else loss_mask.where(valid, 0)).double()
-    known = labels.where(named, 0).long().flatten()
-    hashed = digest(torch.cat((known, weights.view(torch.int64).flatten())))
+    classes = labels.where(is_named, 0).long().flatten()
+    hashed = digest(torch.cat((classes, weights.view(torch.int64).flatten())))
     counts = valid_counts(valid, tp.blocks)
     more = torch.zeros_like(hashed)
-    if given is not None:
-        pairs = zip(counts, given, strict=True)  # numbers, as a tensor would be copied to a GPU
+    if bounds is not None:
+        pairs = zip(counts, bounds, strict=True)  # numbers, as a tensor would be copied to a GPU
         more = torch.stack([count > number for count, number in pairs]).any().long()
     rest = torch.stack((wrong.sum(), more, hashed, ~hashed, torch.zeros_like(hashed)))
     return torch.cat((counts, rest)), wrong

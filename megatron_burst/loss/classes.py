@@ -15,8 +15,8 @@ from megatron_burst.loss.statistics import Factor, LossOptions, Stat, logits, ra
 
 def wrong(ids: Tensor, vocab: int, ignore_index: int) -> Tensor:
     """Which tokens [...] name with ids [..., k] a class that does not exist, or one twice."""
-    named = ids != ignore_index
-    return (named & (wrong_classes(ids, vocab) | named_twice(ids))).any(-1)
+    is_named = ids != ignore_index
+    return (is_named & (wrong_classes(ids, vocab) | named_twice(ids))).any(-1)
 
 
 def merge_others(kernels: Any, stats: Tensor, raw: Tensor, columns: Tensor, options: LossOptions,
@@ -54,9 +54,9 @@ def probabilities(
         options: what defines which ids are ignored.
         entropy: whether statistics have what it needs.
     """
-    named, others = ids != options.ignore_index, stats[Stat.LSE]
-    lse = torch.logaddexp(others, z.masked_fill(~named, -torch.inf).logsumexp(-1))
-    log_probs = (z - lse.unsqueeze(-1)).masked_fill(~named, 0)
+    is_named, others = ids != options.ignore_index, stats[Stat.LSE]
+    lse = torch.logaddexp(others, z.masked_fill(~is_named, -torch.inf).logsumexp(-1))
+    log_probs = (z - lse.unsqueeze(-1)).masked_fill(~is_named, 0)
     rest, entropies = others - lse, torch.zeros_like(lse)
     if entropy:
         # without products of a logit, whose rounding would count as often as it is large
@@ -78,15 +78,15 @@ def factors_of(
     dlog_probs, drest, dentropy = grads
     log_probs, rest, entropies, lse = probabilities(ids, stats, z, options, True)
     mean = lse - entropies
-    named, none = ids != options.ignore_index, stats[Stat.LSE] == -torch.inf
-    dlog_probs, drest = dlog_probs * named, drest.masked_fill(none, 0)
+    is_named, none = ids != options.ignore_index, stats[Stat.LSE] == -torch.inf
+    dlog_probs, drest = dlog_probs * is_named, drest.masked_fill(none, 0)
     total, share = dlog_probs.sum(-1) + drest, rest.exp()
     factors = lse.new_zeros(len(Factor), *lse.shape)
     factors[Factor.LSE] = torch.where(none, lse, stats[Stat.LSE])
     factors[Factor.SOFTMAX] = drest - share * (total - dentropy * mean)
     factors[Factor.SLOPE] = -share * dentropy
     shift = total.unsqueeze(-1) + dentropy.unsqueeze(-1) * (z - mean.unsqueeze(-1))
-    dz = (dlog_probs - log_probs.exp() * shift) * named
+    dz = (dlog_probs - log_probs.exp() * shift) * is_named
     return factors, raw_gradient(dz, z, options)
 
 
@@ -108,18 +108,18 @@ class Target(NamedTuple):
         """Of the rows that are computed, [blocks, n, k + 1]."""
         return self._replace(log_probs=rows.collect(self.log_probs))
 
-    def compared(
+    def compare(
         self, ids: Tensor, stats: Tensor, z: Tensor, weights: Tensor, piece: slice,
         options: LossOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Divergences [...] of some rows, and what `factors_of` makes of their gradients, times
         weights [...]; other arguments as there."""
         log_probs, rest, *_ = probabilities(ids, stats, z, options, False)
-        named = torch.nn.functional.pad(ids != options.ignore_index, (0, 1), value=True)
+        is_named = torch.nn.functional.pad(ids != options.ignore_index, (0, 1), value=True)
         with torch.enable_grad():
             q = torch.cat((log_probs, rest.unsqueeze(-1)), -1).detach().requires_grad_()
             pair = self.log_probs[:, piece], q
-            losses = divergence(*(reversed(pair) if self.reverse else pair), named)
+            losses = divergence(*(reversed(pair) if self.reverse else pair), is_named)
             (dq,) = torch.autograd.grad(losses, q, weights)
         grads = dq[..., :-1], dq[..., -1], torch.zeros_like(rest)
         return losses.detach(), *factors_of(ids, stats, z, options, grads)

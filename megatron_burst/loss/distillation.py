@@ -102,8 +102,8 @@ def top_k_log_probs(hidden: Tensor, weight: Tensor, k: int, *,
     shape = _tokens_of(hidden, tp)
     labels = torch.zeros(shape, dtype=torch.long, device=hidden.device)
     inputs = LossInputs(hidden, weight, labels, loss_mask, supervised)
-    compared: Mapping[str, object] = {"entropy": entropy, "invariant": invariant, "k": k}
-    rows = checked_rows(inputs, tp, options, compared)
+    settings: Mapping[str, object] = {"entropy": entropy, "invariant": invariant, "k": k}
+    rows = checked_rows(inputs, tp, options, settings)
     head = head_of(inputs, options, tp, rows, whole=True, invariant=invariant)
     head = replace(head, entropy=entropy)
     with tp.attempt(hidden, rows) as attempt:
@@ -166,8 +166,8 @@ def distillation_loss(hidden: Tensor, weight: Tensor, teacher: ClassLogProbs, *,
     tp = TensorParallel.of(tp_group, sequence_parallel)
     ids = getattr(teacher, "ids", None)
     inputs = LossInputs(hidden, weight, ids, loss_mask, supervised, several=True)
-    compared = {"entropy": False, "invariant": invariant, "reduction": reduction}
-    rows = checked_rows(inputs, tp, options, compared, _of_call(teacher, reduction))
+    settings = {"entropy": False, "invariant": invariant, "reduction": reduction}
+    rows = checked_rows(inputs, tp, options, settings, _of_call(teacher, reduction))
     rows, weights = row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
     sums = held_bytes(weight) if needs_grad and needs_grad[1] else 0

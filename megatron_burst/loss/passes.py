@@ -124,12 +124,13 @@ def forward_gradient_pass(
     def gradient(piece: slice, x: Tensor, whole: Tensor, of_classes: Tensor) -> Tensor | None:
         stats, weights = _poisoned(whole), row_weight[:, piece]
         if target is None:
-            made, factors = losses(head, stats), Factors(loss_factors(head, stats, weights))
+            row_losses = losses(head, stats)
+            factors = Factors(loss_factors(head, stats, weights))
         else:
             ids = rows.labels[:, piece]
-            made, *two = target.compared(ids, stats, of_classes, weights, piece, head.options)
-            factors = Factors(*two)
-        of_rows[:, piece] = made
+            row_losses, *both = target.compare(ids, stats, of_classes, weights, piece, head.options)
+            factors = Factors(*both)
+        of_rows[:, piece] = row_losses
         if sums.hidden is None and sums.weight is None:
             return None
         ((_, raw, columns),) = tiles_of(head, x, weight, rows, piece, buffer, computed=True)
@@ -163,8 +164,8 @@ def _to_gradient(
     if factors.classes is None:
         kernels_of(raw).gradient_(raw, columns, of_rows, options)
     else:
-        given = factors.classes[:, piece].flatten(0, 1)
-        classes.gradient_of_all_(kernels_of(raw), raw, columns, of_rows, given, options)
+        gradients = factors.classes[:, piece].flatten(0, 1)
+        classes.gradient_of_all_(kernels_of(raw), raw, columns, of_rows, gradients, options)
 
 
 def largest_class(

@@ -28,7 +28,7 @@ class Rows:
     block: int  # the one whose hidden states this rank holds
     order: Tensor | None  # [blocks, n] int64: the token among those of all ranks; None: identity
     tokens: int  # per rank, including those that are not computed
-    held: tuple[int, ...] | None = None  # rows whose hidden states each rank has; None: its block's
+    shares: tuple[int, ...] | None = None  # rows that each rank has; None: those of its block
     sound: Tensor | None = None  # 1, or NaN if no loss of these tokens would be right
     failure: Exception | None = None  # of this rank, which has no data then
 
@@ -38,12 +38,12 @@ class Rows:
         """Rows of a rank that failed to make them: what its collectives need. `labels`: their
         shape, [blocks, tokens] or [blocks, tokens, k]."""
         blocks, tokens, *classes = labels
-        counts, held = _spread_evenly(counts, tokens, blocks)
+        counts, shares = _spread_evenly(counts, tokens, blocks)
         count = sum(counts) // blocks
         empty = torch.empty(blocks, count, dtype=torch.int64, device="meta")
         order = None if count == tokens else empty
-        named = empty.new_empty(blocks, count, *classes)
-        return cls(named, empty, block, order, tokens, held, failure=failure)
+        labels_of_rows = empty.new_empty(blocks, count, *classes)
+        return cls(labels_of_rows, empty, block, order, tokens, shares, failure=failure)
 
     @classmethod
     def of(cls, labels: Tensor, valid: Tensor, block: int, counts: Sequence[int] | None,
@@ -51,14 +51,14 @@ class Rows:
         """The rows to compute of [blocks, tokens]; `counts`: valid ones of each block, or more;
         None: all."""
         blocks, tokens = valid.shape
-        counts, held = _spread_evenly(counts, tokens, blocks)
+        counts, shares = _spread_evenly(counts, tokens, blocks)
         if sum(counts) == blocks * tokens:
             return cls(labels, valid, block, None, tokens, sound=sound)
         first = valid.int().argsort(dim=1, descending=True, stable=True)
         chosen = [first[i, :count] + i * tokens for i, count in enumerate(counts)]
         order = torch.cat(chosen).view(blocks, -1)
         labels, valid = labels.flatten(0, 1)[order], valid.flatten()[order]
-        return cls(labels, valid, block, order, tokens, held, sound)
+        return cls(labels, valid, block, order, tokens, shares, sound)
 
     @property
     def count(self) -> int:
@@ -72,14 +72,14 @@ class Rows:
 
     def parts(self, piece: slice) -> Iterator[Part]:
         """Which ranks have the hidden states of a piece's rows, [blocks * some]."""
-        assert self.held is not None
+        assert self.shares is not None
         some = piece.stop - piece.start
         for block in range(len(self.labels)):
             start, end = (block * self.count + i for i in (piece.start, piece.stop))
             low = 0
-            for rank, held in enumerate(self.held):
-                begin, stop = max(start, low), min(end, low + held)
-                low += held
+            for rank, share in enumerate(self.shares):
+                begin, stop = max(start, low), min(end, low + share)
+                low += share
                 if begin < stop:
                     shift = block * some - start
                     yield Part(rank, slice(begin + shift, stop + shift), slice(begin, stop))

@@ -71,11 +71,11 @@ class TensorParallel:
             if self.blocks == 1:
                 yield piece, attempt(rows.take, hidden, piece)
                 continue
-            sent = self._gather(attempt, hidden, rows, piece)
+            rows_and_works = self._gather(attempt, hidden, rows, piece)
             if transfer is not None:
                 yield _finished(*transfer)
-            transfer = piece, *sent
-            del sent
+            transfer = piece, *rows_and_works
+            del rows_and_works
         if transfer is not None:
             yield _finished(*transfer)
 
@@ -86,7 +86,7 @@ class TensorParallel:
         some, width = piece.stop - piece.start, hidden.shape[-1]
         shape = self.blocks * some, width
         gathered = attempt.or_nan(attempt(hidden.new_empty, shape), shape, hidden.dtype)
-        if rows.held is None:
+        if rows.shares is None:
             own = attempt(rows.take, hidden, rows.own(piece))
             own = attempt.or_nan(own, (some, width), hidden.dtype)
             return gathered, [dist.all_gather_into_tensor(gathered, own, self.group, True)]
@@ -131,7 +131,7 @@ def _finished(piece: slice, x: Tensor, works: list[dist.Work]) -> tuple[slice, T
 class _Reduction(NamedTuple):
     works: list[dist.Work]
     waiting: list[tuple[slice, Tensor]]  # this rank's rows, which are put to their places then
-    sent: Tensor  # not freed before
+    source: Tensor  # not freed before
 
 
 class HiddenGrad:
@@ -160,7 +160,7 @@ class HiddenGrad:
         if tp.blocks == 1:
             work = dist.all_reduce(total, group=tp.group, async_op=True)
             self._reductions.append(_Reduction([work], [(rows.own(piece), total)], total))
-        elif rows.held is None:
+        elif rows.shares is None:
             self._reductions.append(self._scatter(rows.own(piece), total))
         else:
             parts = list(rows.parts(piece))

@@ -40,7 +40,7 @@ def test_each_row_comes_once_and_from_the_rank_that_has_it(data, blocks, tokens,
     assert sorted(computed) == labels[valid].tolist()
     assert rows.labels.numel() <= max(sum(counts) * 17 / 16, sum(counts) + blocks)
     assert torch.equal(rows.spread(rows.collect(labels.double())), labels.where(valid, 0).double())
-    if rows.held is None:
+    if rows.shares is None:
         return
     for start in range(0, rows.count, some):
         piece = slice(start, min(start + some, rows.count))
