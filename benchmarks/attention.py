@@ -33,8 +33,7 @@ FewReps = Annotated[int | None, Option(min=1, help="default: 10, or 3 of what ta
 class Kind:
     """A kind of problems: attention of sequences, or of packed samples."""
 
-    # by name, what implementations are called with
-    peers: Mapping[str, Callable[[Impl, World], Peer]]
+    peers: Mapping[str, Callable[[Impl, World], Peer]]  # what makes each, by name
     draw: Callable[[Any, World], Any]  # makes a rank's tensors of a problem
     sheet: Sheet  # the kind of CSV
 

@@ -74,10 +74,8 @@ class Batch:
 
 def wlb(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> Packs:
     """WLB-LLM's packing of variable length (2503.17924, algorithm 1): the longest first to the
-    micro-batch with the least work, or, if it does not fit there, with the fewest tokens.
-
-    Its queue, which delays long documents to later steps, is left out: the batch stays whole.
-    """
+    micro-batch with the least work, or, if it does not fit there, with the fewest tokens. Without
+    its queue, which delays long documents to later steps: the batch stays whole."""
     packs: Packs = [[] for _ in range(grid.slots)]
     work, tokens = np.zeros(grid.slots), np.zeros(grid.slots, dtype=np.int64)
     limit = grid.token_limit * grid.cp
@@ -96,11 +94,9 @@ def wlb(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> Packs:
 
 
 def dynamic_cp(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> float:
-    """Seconds of a step with Megatron-Core's own scheduler of `--hybrid-context-parallel`.
-
-    It has groups of samples, after each of which all ranks of DP x CP wait for each other. Samples
-    of a rank run one after the other; a group's fixed time counts once, as if they were packed.
-    """
+    """Seconds of a step with Megatron-Core's own scheduler of `--hybrid-context-parallel`: groups of
+    samples, after each of which all ranks of DP x CP wait for each other. Samples of a rank run one
+    after the other; a group's fixed time counts once, as if they were packed."""
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     class Ranks:
@@ -217,8 +213,7 @@ def ahead(
     """What steps gain if documents of several global batches may change places, as Markdown.
 
     The documents of the batches, from the longest on, are given to the steps in turns, back and
-    forth; then each step is assigned as usual. Steps are means over as many draws as batches.
-    """
+    forth; then each step is assigned as usual. Steps are means over as many draws as batches."""
     machine, lines = hardware_of(hardware), []
     for name, kind, ranks, stages in product(MODELS, BATCHES, dp or (8, 32), (1, 4)):
         grid, costs = case_of(name, ranks, stages, packed, machine)

@@ -56,8 +56,7 @@ class Trial:
     peak_gib: float | None = None  # see `Memory`
     seconds: float = 0.0  # of one forward and backward pass, on the slowest rank
     sample: tuple[Tensor, ...] = ()  # some rows of (out, dq, dk, dv)
-    # relative to another implementation's results, by name
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)  # beside another's results, by name
 
     @property
     def is_slow(self) -> bool:

@@ -36,8 +36,7 @@ class Problem(namedtuple("Problem", _SHARED)):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All measurements of one problem: the newest row of each implementation by "impl:mode", also
-    of those that failed."""
+    """The newest row of each implementation of one problem by "impl:mode", failed ones too."""
 
     problem: Problem
     rows: dict[str, Row]

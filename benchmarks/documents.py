@@ -44,8 +44,7 @@ def lengths_of(kind: str, seq: int, seed: int, multiple: int) -> tuple[int, ...]
     """Tokens of each document of a sample, in order; lengths are multiples of `multiple`.
 
     Kinds are "drawn" from the histogram; "half": one of seq / 2 between those of seq / 64; "one";
-    "each-N": all of N tokens, as in each-2K; "tree-N": a prompt of seq / 2 and N answers.
-    """
+    "each-N": all of N tokens, as in each-2K; "tree-N": a prompt of seq / 2 and N answers."""
     if kind == "drawn":
         return _drawn(seq, seed, multiple)
     if kind == "one":
@@ -74,8 +73,7 @@ def _drawn(seq: int, seed: int, multiple: int) -> tuple[int, ...]:
 
     The corpus has each bin's documents at the bin's middle, cut to seq / 4 and shuffled. Samples
     take them in turn, split the one that does not fit, and are shuffled. Of the first 20 it is the
-    one whose area is nearest to their mean. Then document ends are rounded down to multiples.
-    """
+    one whose area is nearest to their mean. Then document ends are rounded down to multiples."""
     longest = seq // 4
     middles, counts = histogram()
     counts = counts // (1000 if seq < _SHORT else 1)

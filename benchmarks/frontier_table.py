@@ -26,11 +26,9 @@ class Point:
     ms: float | None = None  # median over all of them, with minimum and maximum; None if it failed
     ms_min: float | None = None
     ms_max: float | None = None
-    # ms of each turn's steps, by its number
-    turns: dict[int, list[float]] = field(default_factory=dict)
+    turns: dict[int, list[float]] = field(default_factory=dict)  # ms of each turn's steps
     tokens_per_s: float | None = None  # of each GPU, at the median
-    # model FLOPs, recomputation not counted, as a share of the GPU's peak; None on CPUs
-    mfu: float | None = None
+    mfu: float | None = None  # recomputation is not counted; None on CPUs
     peak_gib: float | None = None  # median over turns of the rows' `gib`, as `host_gib`
     host_gib: float | None = None
     ratio: float | None = None  # how many times as fast nothing recomputed is

@@ -218,8 +218,7 @@ class Overlay:
 
 
 def overlays(rows: Sequence[CurveRow]) -> list[Overlay]:
-    """Of each kind of sample of which all three runs have steps; of equal steps the newest row
-    counts."""
+    """Of each kind of sample that has all three runs; of equal steps the newest row counts."""
     curves: dict[tuple[str, str, str], dict[int, float]] = {}
     for row in rows:
         if row.loss is not None:
@@ -237,8 +236,7 @@ def overlays(rows: Sequence[CurveRow]) -> list[Overlay]:
 
 
 def curves_table(rows: Sequence[CurveRow]) -> str:
-    """Markdown: how far Megatron itself, burst and another order of the text are from Megatron's
-    curve at the end."""
+    """Markdown: how far runs are from Megatron's curve at the end."""
     head = ("sample", "steps", "loss", "apart", "again", "burst", "other order", "burst / other")
     lines = [head]
     for overlay in overlays(rows):

@@ -79,8 +79,7 @@ def _by_itself(each: Comparison) -> Any:
 
 
 def steps() -> Lines:
-    """Megatron's settings that are faster than all of burst's in no more memory; and steps and
-    layers of the same setting."""
+    """Settings of Megatron's that are faster in no more memory; steps and layers of one setting."""
     yield "step", "burst", "Megatron", *_HEAD
     for name in ("1xh200", "1xh100", "2xh100", "4xh200"):
         runs = {}

@@ -146,24 +146,22 @@ class Published(NamedTuple):
     gb: float | None = None
 
 
-def _burst_engine(model: str, seq: int, gpus: int, **rows: tuple[float, float | None]):
-    for keep, (tokens, gb) in rows.items():
+def _burst_engine(model: str, seq: int, gpus: int, *figures: tuple[float, float | None]):
+    """With attention's results kept, half of them, and none."""
+    for keep, (tokens, gb) in zip(("all", "half", "none"), figures, strict=True):
         strategy = Strategy(cp=gpus, keep=keep, fsdp="torch", intra="ring")
-        yield Published(f"BurstEngine, {keep}", model, seq, gpus, "a800", strategy, tokens, gb)
+        who, name = f"BurstEngine, {keep}", f"burstengine-{model}"
+        yield Published(who, name, seq, gpus, "a800", strategy, tokens, gb)
 
 
 _ULYSSES = Strategy(cp=8, offload_inputs=True, fsdp="torch")
 _ON_HOST = Strategy(cp=8, keep="all", offload=True, offload_inputs=True, fsdp="torch")
 _MEGATRON = Strategy(tp=2, cp=4, keep="all", offload=True, offload_inputs=True)
 PUBLISHED = (
-    *_burst_engine("burstengine-7b", 2 * _M, 32, all=(100.1, 55.4), half=(92.41, 49.6)),
-    *_burst_engine("burstengine-7b", 2 * _M, 32, none=(79.54, None)),
-    *_burst_engine("burstengine-14b", _M, 32, all=(118.36, 54.0), half=(108.82, 45.9)),
-    *_burst_engine("burstengine-14b", _M, 32, none=(94.81, 41.45)),
-    *_burst_engine("burstengine-7b", 4 * _M, 64, all=(50.28, 56.3), half=(46.5, 48.8)),
-    *_burst_engine("burstengine-7b", 4 * _M, 64, none=(35.8, None)),
-    *_burst_engine("burstengine-14b", 2 * _M, 64, all=(60.49, 51.0), half=(55.67, 43.2)),
-    *_burst_engine("burstengine-14b", 2 * _M, 64, none=(44.4, None)),
+    *_burst_engine("7b", 2 * _M, 32, (100.1, 55.4), (92.41, 49.6), (79.54, None)),
+    *_burst_engine("14b", _M, 32, (118.36, 54.0), (108.82, 45.9), (94.81, 41.45)),
+    *_burst_engine("7b", 4 * _M, 64, (50.28, 56.3), (46.5, 48.8), (35.8, None)),
+    *_burst_engine("14b", 2 * _M, 64, (60.49, 51.0), (55.67, 43.2), (44.4, None)),
     Published("Ulysses, recomputed", "llama3-8b", _M, 8, "h100", _ULYSSES, 475.3),
     Published("burst, kept on host, FSDP", "llama3-8b", _M, 8, "h100", _ON_HOST, None),
     Published("burst, kept on host, Megatron", "llama3-8b", _M, 8, "h100", _MEGATRON, None),

@@ -66,8 +66,7 @@ class _Part:
     stack: "Stack | None" = None
     failures: dict[str, str] = field(default_factory=dict)
     peaks: dict[str, float | None] = field(default_factory=dict)
-    # ms of the run whose memory is measured
-    alone: dict[str, list[float]] = field(default_factory=dict)
+    alone: dict[str, list[float]] = field(default_factory=dict)  # ms of the run that counts memory
     facts: dict[str, str] = field(default_factory=dict)  # after the repetitions of all modes
 
     def __str__(self) -> str:

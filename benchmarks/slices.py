@@ -111,8 +111,7 @@ def run(what: cases.Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -
 
 
 def reason_in(output: Path) -> str:
-    """The line that says why a run failed: the first error (C++'s too), else torchrun's exit code,
-    else the last line of words."""
+    """Why a run failed: the first error (C++'s too), torchrun's exit code, or the last words."""
     every = (line.strip() for line in output.read_text(errors="replace").splitlines())
     lines = [line for line in every if line.strip("=-")]  # torchrun ends with such a line
     codes = [line for line in lines if line.startswith("exitcode")]

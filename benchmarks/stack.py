@@ -216,8 +216,7 @@ class PackedLayers:
         self._hidden, self._dout = (torch.randn(shape, dtype=dtype, device=device) for _ in "io")
 
     def micro_batch(self, lengths: Sequence[int], cp: int) -> Callable[[], None]:
-        """Forward and backward of documents on this rank, one of `cp`; lengths are multiples of
-        2 * cp."""
+        """Both passes of documents on this rank, one of `cp`; lengths are multiples of 2 * cp."""
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         rows = int(ends[-1]) // cp
         part = Part(ends, cp, self._carriers.setdefault(cp, Silent(cp - 1)))
