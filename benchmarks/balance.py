@@ -94,9 +94,10 @@ def wlb(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> Packs:
 
 
 def dynamic_cp(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> float:
-    """Seconds of a step with Megatron-Core's own scheduler of `--hybrid-context-parallel`: groups of
-    samples, after each of which all ranks of DP x CP wait for each other. Samples of a rank run one
-    after the other; a group's fixed time counts once, as if they were packed."""
+    """Seconds of a step with Megatron-Core's own scheduler of `--hybrid-context-parallel`.
+
+    After each of its groups of samples all ranks of DP x CP wait for each other. Samples of a rank
+    run one after the other; a group's fixed time counts once, as if they were packed."""
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     class Ranks:
@@ -235,8 +236,7 @@ def table(csvs: Csvs) -> None:
 
 
 def table_of(rows: Sequence[BalanceRow]) -> str:
-    """A line for each case: the bound over each rule's step; of the two balanced ones the better,
-    its gains, and the longest document's step over the bound."""
+    """A line for each case: the bound over each rule's step, gains of the better balanced one."""
     cases: dict[tuple[object, ...], dict[str, BalanceRow]] = {}
     for row in rows:
         key = (row.model, row.documents, row.gpus, row.pp, row.token_limit * row.cp >> 10)

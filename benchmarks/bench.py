@@ -118,8 +118,7 @@ def try_out(peer: Peer, shard: Shard, world: World, truth: Sequence[Tensor] = ()
 
 @dataclass(slots=True)
 class Bench:
-    """What stays the same from problem to problem: the run's plan, all ranks, and a function that
-    is asked on rank 0 before each repetition but the first whether time is up."""
+    """A run's plan, all ranks, and what is asked on rank 0, before repetitions, if time is up."""
 
     plan: Plan
     world: World

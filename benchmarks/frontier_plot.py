@@ -29,9 +29,8 @@ _READ = "peak memory counts what a stream still reads; axes do not begin at 0"
 
 def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
     """Draw a panel for each problem, of its latest run that has settings of both sides, the longest
-    samples first. A line joins the settings that mixing others over layers could not beat; no
-    others are drawn, and neither are rows whose peak leaves out what copies still read, if others
-    have it."""
+    samples first. A line joins the settings that mixing others over layers could not beat; only
+    these are drawn, of rows whose peak has what copies still read, if some have."""
     panels: dict[tuple, tuple[FrontierRow, list[Point]]] = {}
     rows = [row for row in rows if row.active_gib is not None] or rows
     for _, own in sorted(runs_in(rows), key=lambda run: run[1][0].run):

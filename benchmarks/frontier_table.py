@@ -112,8 +112,7 @@ def spread_of(rows: Sequence[FrontierRow]) -> dict[str, float]:
 
 
 def in_equal_memory(points: Sequence[Point]) -> dict[str, tuple[float, str]]:
-    """For each of Megatron's settings: how many times as fast burst's fastest setting that needs no
-    more memory is, and which that is; without those for which there is none."""
+    """By setting of Megatron's: speedup and name of burst's fastest in no more memory."""
     known = [point for point in points if point.ms and point.peak_gib is not None]
     gains = {}
     for peer in (point for point in known if not point.is_burst):
@@ -160,8 +159,7 @@ def line_of(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
 
 
 def hull_of(points: Sequence[Point]) -> list[Point]:
-    """The lower left of the convex hull in (GiB, ms), from the least memory to the least time: what
-    mixing settings over layers could reach at best."""
+    """The lower left of the convex hull in (GiB, ms): the best that mixed settings could reach."""
     known = [point for point in points if point.ms and point.peak_gib is not None]
     hull: list[Point] = []
     for point in sorted(known, key=lambda one: (one.peak_gib, one.ms)):

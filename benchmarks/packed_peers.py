@@ -190,8 +190,7 @@ class PackedUlysses(Packed, Ulysses):
 
 
 class Flex(Packed):
-    """torch's context parallelism of FlexAttention: gathers all keys; ranks have blocks of rows,
-    assigned by work (torch's PTRR)."""
+    """torch's for FlexAttention: gathers all keys; ranks get blocks of rows by work (its PTRR)."""
 
     def __init__(self, impl: Impl, world: World) -> None:
         super().__init__(impl, world)

@@ -149,8 +149,7 @@ class Burst(Autograd):
         return self.call(q, k, v, causal=causal, qkv_format="sbhd")
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-        """The package's burst_attention; an earlier commit chooses everything itself, as it may not
-        know today's options."""
+        """burst_attention; an earlier commit chooses all itself: it may lack today's options."""
         if self.impl.config is not None:
             options["config"] = self.impl.config
         return self.package.burst_attention(q, k, v, group=self.world.group, **options)
@@ -175,8 +174,7 @@ def kernel_for(shard: Shard, name: str, mask: Mask) -> tuple[Backend, str]:
 
 
 class Kernel(Peer):
-    """A kernel on a whole sequence of some heads, without communication; `impl.mode` is the
-    backend's name, or "auto" for burst's choice."""
+    """The kernel named by `impl.mode`, or burst's choice for "auto", on whole sequences."""
 
     backend: Backend
     tensors: tuple[Tensor, ...] = ()  # q, k, v, dout: [b, s, h, d]

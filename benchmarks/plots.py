@@ -126,8 +126,8 @@ class Gains:
 
 
 def gains_of(rows: Sequence[Row]) -> list[Gains]:
-    """Gains in forward and backward by kind of mask, nodes and GPUs; one node first. A kind of which
-    only one problem was measured is left out: it has no spread."""
+    """Gains in forward and backward by kind of mask, nodes and GPUs; one node first. A kind with
+    only one measured problem is left out: it has no spread."""
     kinds: dict[str, Gains] = {}
     every = compare(rows)
     every.sort(key=lambda one: (one.problem.nodes, _kind(one.problem), one.problem.ranks))

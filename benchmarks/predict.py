@@ -3,12 +3,10 @@
 python -m benchmarks.predict attention --ranks 8 --preset one-node --out attention_8xh200.csv
 python -m benchmarks.predict packed --ranks 4 --seq 64K,1M --heads 64/8 --out packed_4xh200.csv
 python -m benchmarks.predict recompute --ranks 8 --seq 1M --layers 1 --out recompute_8xh200.csv
-
 python -m benchmarks.predict published [--auto]     others' set-ups, as they ran, or as burst would
 
 Options are those of `benchmarks.attention`, `.packed` and `.recompute`. Commit the CSV, measure,
-and compare:
-python -m benchmarks.validate_plan MEASURED.csv --predictions PREDICTED.csv
+and compare: python -m benchmarks.validate_plan MEASURED.csv --predictions PREDICTED.csv
 """
 
 from collections.abc import Iterable, Iterator
@@ -133,8 +131,7 @@ def recompute(
 
 
 class Published(NamedTuple):
-    """A published measurement of so many GPUs, 8 a node, and a strategy like theirs; `tokens` a
-    second and GPU, and 1e9 bytes, None where they are not published."""
+    """Of GPUs, 8 a node, with a strategy like theirs; `tokens` a second and GPU, 1e9 bytes."""
 
     who: str
     model: str
@@ -190,17 +187,14 @@ def _line(row: Published) -> tuple[str, ...]:
 
 @app.command()
 def published(
-    auto: Annotated[
-        bool, Option("--auto", help="rings as burst's `auto` would run them instead")
-    ] = False,
+    auto: Annotated[bool, Option("--auto", help="rings as burst's `auto` would run them")] = False,
 ) -> None:
     """Published measurements against predictions for the same set-ups, as they ran, in Markdown.
 
     BurstEngine (arXiv 2509.19836, plot_code/burst_attn/burst_exp.xlsx of its repository): A800-80G,
     8 a node, one sequence, ZeRO-3, nested rings, layers recomputed; whole: attention's output kept,
     half: that of the later half, none. Ulysses: untied_ulysses (H100-80G, 8 a node, FSDP, layers
-    recomputed, inputs offloaded, FlashAttention-3).
-    """
+    recomputed, inputs offloaded, FlashAttention-3)."""
     intra = {"intra": "auto"} if auto else {}
     rows = [row._replace(strategy=replace(row.strategy, **intra)) for row in PUBLISHED]
     head = ("", "model", "seq", "GPUs", "tok/s/GPU published", "predicted", "", "MFU predicted",

@@ -55,7 +55,7 @@ def is_packed(path: Path) -> bool:
 
 
 def read(paths: Sequence[Path], sheet: Sheet = ATTENTION_CSV) -> list[Any]:
-    """The rows of all files, without superseded ones; BurstError if one is no such CSV, or no row."""
+    """The rows of all files but superseded ones; BurstError if one is no such CSV, or empty."""
     rows = [row for path in paths for row, mark in _rows(path, sheet) if not mark]
     if not rows:
         raise BurstError(
@@ -135,8 +135,7 @@ def _other_file(path: Path, sheet: Sheet, got: str) -> BurstError:
 
 
 def _difference(head: Sequence[str], columns: Sequence[str]) -> str:
-    """What is missing and what is unknown, each with the name that it may stand for; of many the
-    first, as they are another program's."""
+    """What is missing or unknown, with the names that this may stand for; of many the first."""
     missing = [name for name in columns if name not in head]
     unknown = [name for name in head if name not in columns]
     if len(missing) == len(columns):

@@ -44,8 +44,7 @@ def table(
 
 @app.command()
 def libraries(csvs: Csvs) -> None:
-    """Attention and packed documents: burst beside torch's context parallelism, DeepSpeed's
-    Ulysses, yunchang and TransformerEngine, as far as they were measured."""
+    """Attention and packed documents: burst beside other libraries and TransformerEngine."""
     typer.echo(library_table(_attention(csvs)))
 
 
