@@ -5,14 +5,11 @@ python -m benchmarks.accuracy OUT.csv --seq 2048                simulate, on a C
 python -m benchmarks.accuracy OUT.csv --nodes                   measure gradients between nodes
 python -m benchmarks.accuracy A.csv B.csv --plot docs/accuracy.png --title "4 x H200, 2026-11-21"
 
-The last one draws real ranks of all these files, and simulated ones of the last. Sequences are
-sharded over 1, 2, 4 and 8 simulated ranks, which are threads of one process and run burst's own
-engine, and over the real ranks: burst and TransformerEngine's modes. Each error is |x - truth| /
-|truth| over the whole sequence. The same inputs everywhere. A CPU's kernels are made to round their
-results, as those of GPUs do.
-
-With --nodes, over 1 to 16 simulated nodes of 4 ranks, and gradients in the model's dtype or in
-float32 between them; of a CPU's kernels gradients alone are rounded.
+The last one draws real ranks of all these files, and simulated ones of the last. Simulated ranks
+are threads of one process that run burst's own engine: 1 to 8, or with --nodes 1 to 16 nodes of 4,
+with gradients in the model's dtype or in float32 between them. Each error is |x - truth| / |truth|
+over the whole sequence. A CPU's kernels are made to round their results (with --nodes gradients
+alone), as those of GPUs do.
 """
 
 from dataclasses import replace

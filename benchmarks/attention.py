@@ -12,13 +12,14 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Option
 
+from benchmarks import runner
 from benchmarks.bench import Bench
 from benchmarks.cases import PRESETS, Case, grid_of, head_dims, problems
 from benchmarks.compared import reasons, terminal_table
-from benchmarks.impls import Impl, impls_of
+from benchmarks.impls import IMPLS, Impl, impls_of
 from benchmarks.library_peers import TorchContextParallel, Ulysses, Yunchang
 from benchmarks.peers import Burst, Ceiling, OneGpu, Peer, draw_shard
-from benchmarks.runner import App, Budget, Dtype, Out, Plan, check_out, clock, sweep, usual_dtype
+from benchmarks.runner import App, Budget, Dtype, Out, Plan, Words, usual_dtype
 from benchmarks.sheets import ATTENTION_CSV, Sheet
 from benchmarks.te import TransformerEngine
 from megatron_burst.tools.terminal import Device, Nodes
@@ -33,8 +34,7 @@ FewReps = Annotated[int | None, Option(min=1, help="default: 10, or 3 of what ta
 class Kind:
     """A kind of problems: attention of sequences, or of packed samples."""
 
-    # by name, what implementations are called with
-    peers: Mapping[str, Callable[[Impl, World], Peer]]
+    peers: Mapping[str, Callable[[Impl, World], Peer]]  # what makes each, by name
     draw: Callable[[Any, World], Any]  # makes a rank's tensors of a problem
     sheet: Sheet  # the kind of CSV
 
@@ -49,20 +49,19 @@ ATTENTION = Kind(
 
 
 def measure(plan: Plan, world: World, say: Callable[[str], None] | None = None) -> list[Any]:
-    """Run a plan on all ranks together; returns the rows, on every rank. BurstError if a problem
-    cannot be sharded, or `plan.out` has other columns."""
+    """Run a plan on all ranks together; the rows. BurstError if it cannot be run, or written."""
     plan = replace(plan, kind=plan.kind or ATTENTION)
     for case in plan.cases:
         case.check(world.size)
-    check_out(plan.out, world, plan.kind.sheet)
-    bench = Bench(plan, world, clock(plan.budget_s))
+    runner.check_out(plan.out, world, plan.kind.sheet)
+    bench = Bench(plan, world, runner.clock(plan.budget_s))
     every = dict.fromkeys(impl for case in plan.cases for impl in plan.of(case))
     peers = {impl: plan.kind.peers[impl.name](impl, world) for impl in every}
 
     def rows_of(case: Case) -> list[Any]:
         return bench.run(case, [peers[impl] for impl in plan.of(case)])
 
-    return sweep(plan.cases, rows_of, world, bench.out_of_time, say)
+    return runner.sweep(plan.cases, rows_of, world, bench.out_of_time, say)
 
 
 def show(plan: Plan, tables: Sequence[Sequence[Any]], rows: Sequence[Any]) -> None:
@@ -81,17 +80,8 @@ def main(
     mask: Annotated[str, Option(help="causal, full, or both: causal,full")] = "",
     head_dim: Annotated[str, Option(help="width of a head, or 192/128 for q, k / v")] = "128",
     dtype: Dtype = None,
-    impl: Annotated[
-        list[str] | None,
-        Option(
-            help="repeatable: burst[:auto|gather|ring|a2a|FIELD=VALUE,...], te[:MODE], "
-            "torch[:MODE], ulysses[:BACKEND], yunchang[:MODE], ceiling[:BACKEND], "
-            "one-gpu[:BACKEND], before; default: burst:auto, te, ceiling"
-        ),
-    ] = None,
-    preset: Annotated[
-        str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")
-    ] = "",
+    impl: Annotated[Words, Option(help=f"default: burst:auto, te, ceiling; {IMPLS}")] = None,
+    preset: Annotated[str, Option(help=f"{', '.join(PRESETS)}; lists narrow it down")] = "",
     out: Out = Path("attention.csv"),
     reps: FewReps = None,
     budget_s: Budget = None,

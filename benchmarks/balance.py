@@ -74,10 +74,8 @@ class Batch:
 
 def wlb(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> Packs:
     """WLB-LLM's packing of variable length (2503.17924, algorithm 1): the longest first to the
-    micro-batch with the least work, or, if it does not fit there, with the fewest tokens.
-
-    Its queue, which delays long documents to later steps, is left out: the batch stays whole.
-    """
+    micro-batch with the least work, or, if it does not fit there, with the fewest tokens. Without
+    its queue, which delays long documents to later steps: the batch stays whole."""
     packs: Packs = [[] for _ in range(grid.slots)]
     work, tokens = np.zeros(grid.slots), np.zeros(grid.slots, dtype=np.int64)
     limit = grid.token_limit * grid.cp
@@ -98,9 +96,8 @@ def wlb(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> Packs:
 def dynamic_cp(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> float:
     """Seconds of a step with Megatron-Core's own scheduler of `--hybrid-context-parallel`.
 
-    It has groups of samples, after each of which all ranks of DP x CP wait for each other. Samples
-    of a rank run one after the other; a group's fixed time counts once, as if they were packed.
-    """
+    After each of its groups of samples all ranks of DP x CP wait for each other. Samples of a rank
+    run one after the other; a group's fixed time counts once, as if they were packed."""
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
     class Ranks:
@@ -217,8 +214,7 @@ def ahead(
     """What steps gain if documents of several global batches may change places, as Markdown.
 
     The documents of the batches, from the longest on, are given to the steps in turns, back and
-    forth; then each step is assigned as usual. Steps are means over as many draws as batches.
-    """
+    forth; then each step is assigned as usual. Steps are means over as many draws as batches."""
     machine, lines = hardware_of(hardware), []
     for name, kind, ranks, stages in product(MODELS, BATCHES, dp or (8, 32), (1, 4)):
         grid, costs = case_of(name, ranks, stages, packed, machine)
@@ -240,8 +236,7 @@ def table(csvs: Csvs) -> None:
 
 
 def table_of(rows: Sequence[BalanceRow]) -> str:
-    """A line for each case: the bound over each rule's step; of the two balanced ones the better,
-    its gains, and the longest document's step over the bound."""
+    """A line for each case: the bound over each rule's step, gains of the better balanced one."""
     cases: dict[tuple[object, ...], dict[str, BalanceRow]] = {}
     for row in rows:
         key = (row.model, row.documents, row.gpus, row.pp, row.token_limit * row.cp >> 10)

@@ -5,10 +5,9 @@ torchrun --nproc-per-node 2 -m benchmarks.balance_measured micro-batches OUT.csv
 torchrun --nproc-per-node 4 -m benchmarks.balance_measured steps STEPS.csv --costs OUT.csv --dp 2
 python -m benchmarks.balance_measured table OUT.csv
 
-Forward and backward of layers of a middle pipeline stage. On one GPU also what one rank of 2, 4
-and 8 computes, without transfers; on several, which are one context-parallel group, on all their
-sub-groups at once. Coefficients are fitted to a few regular micro-batches; the others are drawn.
-Steps leave out gradients' sums over ranks and the optimizer.
+Both passes of layers of a middle pipeline stage: on one GPU what one rank of 1 to 8 computes, on
+several all their sub-groups at once. Coefficients are fitted to a few regular micro-batches; the
+others are drawn. Steps leave out gradients' sums over ranks and the optimizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -63,11 +63,7 @@ def earlier() -> Package:
 
 
 def write(commit: str, folder: Path = FOLDER, root: Path = ROOT) -> str:
-    """Write a commit's package under another name, replacing the last one; returns its hash.
-
-    Raises:
-        BurstError: if git does not know the commit, or it has no package.
-    """
+    """Write a commit's package in place of the last one; its hash. BurstError if there is none."""
     try:
         full = _git(root, "rev-parse", "--short", f"{commit}^{{commit}}").decode().strip()
         packed = _git(root, "archive", full, _NOW)

@@ -56,8 +56,7 @@ class Trial:
     peak_gib: float | None = None  # see `Memory`
     seconds: float = 0.0  # of one forward and backward pass, on the slowest rank
     sample: tuple[Tensor, ...] = ()  # some rows of (out, dq, dk, dv)
-    # relative to another implementation's results, by name
-    errors: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)  # beside another's results, by name
 
     @property
     def is_slow(self) -> bool:
@@ -119,8 +118,7 @@ def try_out(peer: Peer, shard: Shard, world: World, truth: Sequence[Tensor] = ()
 
 @dataclass(slots=True)
 class Bench:
-    """What stays the same from problem to problem: the run's plan, all ranks, and a function that
-    is asked on rank 0 before each repetition but the first whether time is up."""
+    """A run's plan, all ranks, and what is asked on rank 0, before repetitions, if time is up."""
 
     plan: Plan
     world: World

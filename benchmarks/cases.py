@@ -171,8 +171,7 @@ PRESETS = {  # problems and the implementations that they are measured with
 
 
 def problems(preset: str, grid: Grid) -> tuple[tuple[Case, ...], tuple[str, ...]]:
-    """Problems of a preset, or of lists alone if it is ""; implementations unless told. BurstError
-    if there is no such preset, or the lists leave nothing of it."""
+    """Problems of a preset, or of lists alone if it is ""; and the usual implementations."""
     if not preset:
         return grid.cases(), PEERS
     cases, impls = preset_of(preset, PRESETS, _WHO)

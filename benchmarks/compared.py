@@ -36,8 +36,7 @@ class Problem(namedtuple("Problem", _SHARED)):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All measurements of one problem: the newest row of each implementation by "impl:mode", also
-    of those that failed."""
+    """The newest row of each implementation of one problem by "impl:mode", failed ones too."""
 
     problem: Problem
     rows: dict[str, Row]
@@ -76,8 +75,7 @@ type Cell = Callable[[Comparison], str]
 
 
 def compare(rows: Sequence[Row]) -> list[Comparison]:
-    """One comparison a problem and pass; of as many ranks together, the shorter sequences first.
-    Of equal rows, also of several files, the newest counts."""
+    """One a problem, by ranks and length; of equal rows, also of several files, the newest."""
     by_problem: dict[Problem, dict[str, Row]] = {}
     for row in sorted(rows, key=lambda one: one.date):
         problem = Problem(**{name: getattr(row, name) for name in Problem._fields})
@@ -118,8 +116,7 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown_table(rows: Sequence[Row], pass_: str) -> str:
-    """One line a problem of this pass: burst, TransformerEngine's best mode, ratios, memory, if
-    measured; BurstError if a ratio would be of two commits or machines."""
+    """One line a problem of this pass; BurstError if a ratio is of two commits or machines."""
     comparisons = [each for each in compare(rows) if each.problem.pass_ == pass_]
     if not comparisons:
         return f"No {pass_} was measured."
@@ -145,8 +142,7 @@ def library_table(rows: Sequence[Row]) -> str:
 
 
 def _table(columns: Mapping[str, Cell], every: Sequence[Comparison], always: Sequence[str]) -> str:
-    """A caption, a line for each comparison below the columns that have a figure, and what burst's
-    rows are of, as all that a line compares is of one commit and machine."""
+    """A caption, a line for each comparison, columns that have a figure, and what rows are of."""
     facts, first = differing(every, always), every[0].problem.words()
     lines = [[*facts, *columns]]
     for each in every:

@@ -1,5 +1,4 @@
-"""Lengths of the documents of a packed sample, or of a global batch: drawn from a published
-histogram, or made up.
+"""Lengths of the documents of a packed sample, or of a global batch: drawn, or made up.
 
 The histogram in document_lengths.csv, the way to draw and the seed are those of MagiAttention's
 benchmark (github.com/SandAI-org/MagiAttention, exps/dist_attn, 2c6413571c2c). A global batch of
@@ -8,9 +7,9 @@ whole documents for the benchmarks of balance is of one of these kinds:
 - pretraining: the histogram, longer ones cut to the longest.
 - sft: made up, long-tailed: 95 % log-normal with median 1K (sigma 1), 5 % with median 24K
   (sigma 0.7), as conversations among whole repositories and papers.
-- rollouts: made up, as of reasoning models: prompts log-normal with median 512 (sigma 0.6); each
-  prompt has 8 answers, whose median is log-normal with median 6K (sigma 0.8), each answer
-  log-normal around it (sigma 0.35), and cut at 32K, where generation ends.
+- rollouts: made up, as of reasoning models: prompts log-normal with median 512 (sigma 0.6), each
+  with 8 answers, whose median is log-normal with median 6K (sigma 0.8), each answer log-normal
+  around it (sigma 0.35), and cut at 32K, where generation ends.
 """
 
 import csv
@@ -44,8 +43,7 @@ def lengths_of(kind: str, seq: int, seed: int, multiple: int) -> tuple[int, ...]
     """Tokens of each document of a sample, in order; lengths are multiples of `multiple`.
 
     Kinds are "drawn" from the histogram; "half": one of seq / 2 between those of seq / 64; "one";
-    "each-N": all of N tokens, as in each-2K; "tree-N": a prompt of seq / 2 and N answers.
-    """
+    "each-N": all of N tokens, as in each-2K; "tree-N": a prompt of seq / 2 and N answers."""
     if kind == "drawn":
         return _drawn(seq, seed, multiple)
     if kind == "one":
@@ -74,8 +72,7 @@ def _drawn(seq: int, seed: int, multiple: int) -> tuple[int, ...]:
 
     The corpus has each bin's documents at the bin's middle, cut to seq / 4 and shuffled. Samples
     take them in turn, split the one that does not fit, and are shuffled. Of the first 20 it is the
-    one whose area is nearest to their mean. Then document ends are rounded down to multiples.
-    """
+    one whose area is nearest to their mean. Then document ends are rounded down to multiples."""
     longest = seq // 4
     middles, counts = histogram()
     counts = counts // (1000 if seq < _SHORT else 1)
@@ -100,8 +97,7 @@ def _sample(ends: np.ndarray, start: int, seq: int, multiple: int) -> tuple[int,
 
 
 def area(lengths: Sequence[int], window: int | None = None) -> float:
-    """Attended query-key pairs: half of each document's square, or its band of a window, which is
-    how many keys before its own a query sees."""
+    """Attended pairs: half of each document's square, or its band of so many earlier keys."""
     if window is None:
         return sum(length**2 for length in lengths) / 2
     bands = ((length, min(window + 1, length)) for length in lengths)

@@ -44,10 +44,8 @@ def planner_stamp(machine: str) -> dict[str, str]:
 
 def versions() -> str:
     """`software` in words, for example "burst 0.1.0; python 3.12.1; torch 2.11.0; commit 1a2b3c4".
-
     On GPUs also "cudnn", of the libraries that are loaded, and "connections N":
-    CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends.
-    """
+    CUDA_DEVICE_MAX_CONNECTIONS, on which overlap depends."""
     numbers = {**software()}
     for name in _LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -61,10 +59,8 @@ def versions() -> str:
 
 @lru_cache
 def commit() -> str:
-    """The checked-out commit, and whether files other than predictions and results differ.
-
-    In a copy of a checkout, whose git does not know, MEGATRON_BURST_COMMIT tells.
-    """
+    """The checked-out commit, and whether files other than predictions and results differ. In a
+    copy of a checkout, whose git does not know, MEGATRON_BURST_COMMIT tells."""
     if known := os.environ.get("MEGATRON_BURST_COMMIT"):
         return known
     folder, status = Path(__file__).parents[1], ["status", "--porcelain", "--untracked-files=no"]
@@ -77,11 +73,8 @@ def commit() -> str:
 
 
 def loaded_cudnn(maps: Path = Path("/proc/self/maps")) -> list[str]:
-    """Versions of the cuDNN libraries in this process, as they report them.
-
-    Torch and TransformerEngine may each have loaded one of their own; `maps` lists the files that
-    the process has mapped.
-    """
+    """Versions of the cuDNN libraries in this process, as they report them: torch and
+    TransformerEngine may each have loaded one. `maps` lists the files that it has mapped."""
     if not maps.is_file():
         return []
     words = [line.split() for line in maps.read_text().splitlines()]
@@ -91,11 +84,8 @@ def loaded_cudnn(maps: Path = Path("/proc/self/maps")) -> list[str]:
 
 
 def gpu_state(device: torch.device) -> str:
-    """Name, clock, temperature and machine of a device, as far as available.
-
-    The machine is a hash of the host's name and the GPU's UUID, which tells two apart and names
-    neither: "NVIDIA H200; 1980 MHz, 42 C; machine 1a2b3c4d".
-    """
+    """A device as far as known, "NVIDIA H200; 1980 MHz, 42 C; machine 1a2b3c4d". The machine is a
+    hash of the host's name and the GPU's UUID, which tells two apart and names neither."""
     if device.type != "cuda":
         return "CPU"
     name, uuid = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).uuid
@@ -108,10 +98,7 @@ def gpu_state(device: torch.device) -> str:
 
 
 def link_speed(world: World) -> str:
-    """Ring shift and all-to-all in GB/s a rank; "" for one rank.
-
-    On several nodes it is what leaves a rank for other nodes, otherwise what leaves a rank.
-    """
+    """GB/s that leave a rank, on several nodes for others, in a ring shift and an all-to-all."""
     if world.size == 1:
         return ""
     send = torch.ones(_NUM_BYTES[world.device.type], dtype=torch.uint8, device=world.device)

@@ -5,11 +5,10 @@ torchrun --nproc-per-node 2 -m benchmarks.frontier measure OUT.csv --seq 128K   
 python -m benchmarks.frontier table OUT.csv
 python -m benchmarks.frontier plot docs/frontier.png OUT.csv
 
-A step is that of Megatron's DDP and distributed optimizer, with burst's fused loss in all settings:
-burst's attention with what it keeps, and Megatron's own with its recomputation and offloading. All
-settings take turns in one run, every other turn in reverse order, and train the same weights on
-the same sample; the learning rate is 0, so that losses and gradient norms can be compared. A row is
-written after each setting of each turn. One that fails says why, and is left out of later turns.
+A step is that of Megatron's DDP and distributed optimizer, with burst's fused loss in all settings.
+They take turns in one run and train the same weights on the same sample; the learning rate is 0, so
+that losses and gradient norms can be compared. A row is written after each setting of each turn.
+One that fails says why, and is left out of later turns.
 """
 
 import logging
@@ -193,9 +192,7 @@ def table(csvs: runner.Csvs) -> None:
 def plot(
     picture: Annotated[Path, Argument(help="what is written, such as docs/frontier.png")],
     csvs: runner.Csvs,
-    run: Annotated[
-        list[str] | None, Option(help="repeatable, as rows name it; default: each problem's last")
-    ] = None,
+    run: Annotated[runner.Words, Option(help="default: each problem's last")] = None,
 ) -> None:
     """Peak memory across and time upwards, one panel a run."""
     from benchmarks.frontier_plot import draw_frontier

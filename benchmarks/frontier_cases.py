@@ -51,8 +51,7 @@ class Setting:
 
     impl: str  # "burst" or "megatron": whose attention, and whose way it is
     name: str  # of the setting
-    # fields of Megatron's TransformerConfig
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # of Megatron's TransformerConfig
     burst: BurstConfig | None = None  # burst's options; Megatron's own settings have none
 
     def __str__(self) -> str:
@@ -60,8 +59,7 @@ class Setting:
 
     @property
     def warm_up(self) -> int:
-        """Steps that do not count; Megatron's offloading and "auto" choose after their first
-        one."""
+        """Steps that do not count; Megatron's offloading and "auto" choose after their first."""
         chooses = self.burst is not None and self.burst.keep == "auto"
         return 2 if chooses or "offload_modules" in self.config else 1
 
@@ -111,8 +109,7 @@ def _offloading(modules: Sequence[str]) -> dict[str, Any]:
 
 
 def chosen(model: Model, only: str) -> list[Setting]:
-    """The settings with one of these names, or with one of these words in theirs; "": all.
-    BurstError if a word is in no name."""
+    """Settings with these names, or words in theirs; "": all. BurstError if a word is in none."""
     every = settings_of(model)
     words = [word.strip() for word in only.split(",") if word.strip()]
     matches = {
@@ -157,8 +154,7 @@ Documents = Annotated[str, Option(help=_KIND)]
 def problem_of(
     model: ModelName, layers: Layers, seq: Tokens, documents: Documents
 ) -> tuple[Model, Sample]:
-    """The model and the sample that options name; BurstError if there is no such model or kind of
-    documents, or the length is no number."""
+    """The model and the sample that options name; BurstError if there is no such one."""
     must = f"{WHO}: --model must name one that there is, because each has sizes of its own"
     (sizes,) = pick([model], MODELS, must)
     sample = Sample(whole_number(seq, "--seq", WHO), "" if documents == "none" else documents)

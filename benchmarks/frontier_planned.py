@@ -110,8 +110,7 @@ class Compared:
 
 
 def compare(rows: Sequence[FrontierRow], made: Sequence[FrontierRow]) -> list[Compared]:
-    """The latest run of each setting of each problem, beside the last prediction; where predictions
-    were written, one from before the run."""
+    """The latest run of each setting of each problem, beside the last prediction before it."""
     latest: dict[tuple, str] = {}
     turns: dict[tuple, list[FrontierRow]] = {}
     for row in rows:

@@ -29,10 +29,8 @@ _READ = "peak memory counts what a stream still reads; axes do not begin at 0"
 
 def draw_frontier(rows: Sequence[FrontierRow], path: Path) -> None:
     """Draw a panel for each problem, of its latest run that has settings of both sides, the longest
-    samples first. A line joins the settings that mixing others over layers could not beat; no
-    others are drawn, and neither are rows whose peak leaves out what copies still read, if others
-    have it.
-    """
+    samples first. A line joins the settings that mixing others over layers could not beat; only
+    these are drawn, of rows whose peak has what copies still read, if some have."""
     panels: dict[tuple, tuple[FrontierRow, list[Point]]] = {}
     rows = [row for row in rows if row.active_gib is not None] or rows
     for _, own in sorted(runs_in(rows), key=lambda run: run[1][0].run):
@@ -99,15 +97,9 @@ def name_points(
     lines: Iterable[Sequence[tuple[float, float]]],
     size: float,
 ) -> None:
-    """Write names beside points, the first ones first; those for which there is no room are left
-    out. To be called when the figure's layout and limits are final, and it has been drawn once.
-
-    Args:
-        axis: of the figure.
-        names: text, point in data coordinates, colour.
-        lines: what names do not cover, as corners in data coordinates.
-        size: of the font, in points.
-    """
+    """Write names (text, point in data coordinates, colour) beside points, the first ones first,
+    over no line (corners in data coordinates); those for which there is no room are left out. To be
+    called when the figure's layout and limits are final, and it has been drawn once."""
     scale = axis.figure.dpi / 72
     points = axis.transData.transform([point for _, point, _ in names] or np.empty((0, 2)))
     busy = np.concatenate([points, *(_dense(axis.transData.transform(line)) for line in lines)])

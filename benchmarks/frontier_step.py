@@ -9,11 +9,8 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig as Buffers
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -40,15 +37,13 @@ _SAME = Setting("burst", "off", burst=BurstConfig())  # what the parameters are 
 class Trainer:
     """Steps of one model on one sample: forward, backward, and Megatron's distributed optimizer
     with Adam, master weights in fp32 and clipping. The loss is burst's fused one in all settings.
-
     The learning rate is 0, so that every step of every setting has the same loss and gradients. The
-    sample's tokens are random; its ranks are all of this run's.
-    """
+    sample's tokens are random; its ranks are all of this run's."""
 
     def __init__(self, model: Model, sample: Sample, dtype: torch.dtype) -> None:
         self._sizes, self._sample, self._dtype = model, sample, dtype
         self._source = self._built(_SAME)
-        buffers = DistributedDataParallelConfig(  # in fp32, one each for dense weights and experts
+        buffers = Buffers(  # in fp32, one each for dense weights and experts
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
         )
         self._ddp = DistributedDataParallel(self._source.config, buffers, self._source)
@@ -139,8 +134,7 @@ class Trainer:
 
 
 def _share(model: GPTModel, source: GPTModel) -> None:
-    """Give a model another's parameters, buffers and table of rotary embeddings; its own are
-    freed."""
+    """Give a model another's parameters, buffers and table of rotary embeddings."""
     model.rotary_pos_emb = source.rotary_pos_emb  # which keeps what it computed
     others = dict(source.named_modules())
     for name, module in model.named_modules():
@@ -151,8 +145,7 @@ def _share(model: GPTModel, source: GPTModel) -> None:
 
 
 def _batch_of(model: Model, sample: Sample, device: torch.device) -> dict:
-    """Arguments of the model's forward, of this rank: random tokens and labels, all of which
-    count."""
+    """Arguments of this rank's forward: random tokens and labels, all of which count."""
     generator = torch.Generator().manual_seed(SEED)
     tokens, labels = torch.randint(model.vocab, (2, 1, sample.seq), generator=generator)
     positions = torch.cat([torch.arange(length) for length in sample.lengths])

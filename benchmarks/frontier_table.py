@@ -26,11 +26,9 @@ class Point:
     ms: float | None = None  # median over all of them, with minimum and maximum; None if it failed
     ms_min: float | None = None
     ms_max: float | None = None
-    # ms of each turn's steps, by its number
-    turns: dict[int, list[float]] = field(default_factory=dict)
+    turns: dict[int, list[float]] = field(default_factory=dict)  # ms of each turn's steps
     tokens_per_s: float | None = None  # of each GPU, at the median
-    # model FLOPs, recomputation not counted, as a share of the GPU's peak; None on CPUs
-    mfu: float | None = None
+    mfu: float | None = None  # recomputation is not counted; None on CPUs
     peak_gib: float | None = None  # median over turns of the rows' `gib`, as `host_gib`
     host_gib: float | None = None
     ratio: float | None = None  # how many times as fast nothing recomputed is
@@ -114,8 +112,7 @@ def spread_of(rows: Sequence[FrontierRow]) -> dict[str, float]:
 
 
 def in_equal_memory(points: Sequence[Point]) -> dict[str, tuple[float, str]]:
-    """For each of Megatron's settings: how many times as fast burst's fastest setting that needs no
-    more memory is, and which that is; without those for which there is none."""
+    """By setting of Megatron's: speedup and name of burst's fastest in no more memory."""
     known = [point for point in points if point.ms and point.peak_gib is not None]
     gains = {}
     for peer in (point for point in known if not point.is_burst):
@@ -162,8 +159,7 @@ def line_of(point: Point, gains: dict[str, tuple[float, str]]) -> list[str]:
 
 
 def hull_of(points: Sequence[Point]) -> list[Point]:
-    """The lower left of the convex hull in (GiB, ms), from the least memory to the least time: what
-    mixing settings over layers could reach at best."""
+    """The lower left of the convex hull in (GiB, ms): the best that mixed settings could reach."""
     known = [point for point in points if point.ms and point.peak_gib is not None]
     hull: list[Point] = []
     for point in sorted(known, key=lambda one: (one.peak_gib, one.ms)):

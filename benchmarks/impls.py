@@ -17,6 +17,12 @@ _WAYS = {
     "yunchang": (("ring", "ulysses", "usp"), ("auto",)),
 }
 _SDPA = ("cudnn", "flash", "efficient")  # what torch's context parallelism takes
+IMPLS = (
+    f"burst[:auto|gather|ring|a2a|FIELD=VALUE,...], te[:{'|'.join(TE_MODES)}], "
+    f"torch[:{'|'.join(_WAYS['torch'][0])}[+{'|'.join(_SDPA)}]], ulysses[:BACKEND], "
+    f"yunchang[:{'|'.join(_WAYS['yunchang'][0])}[+BACKEND]], ceiling[:BACKEND], "
+    "one-gpu[:BACKEND], before"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +58,7 @@ def _parse(text: str) -> tuple[Impl, ...]:
         return impls
     raise BurstError(
         f"{_WHO}: --impl must name an implementation, because each is called in its own way; got "
-        f"{text!r}; choose among burst[:auto|gather|ring|a2a|FIELD=VALUE,...], "
-        f"te[:{'|'.join(TE_MODES)}], torch[:{'|'.join(_WAYS['torch'][0])}[+{'|'.join(_SDPA)}]], "
-        f"ulysses[:BACKEND], yunchang[:{'|'.join(_WAYS['yunchang'][0])}[+BACKEND]], "
-        "ceiling[:BACKEND], one-gpu[:BACKEND], before"
+        f"{text!r}; choose among {IMPLS}"
     )
 
 

@@ -111,11 +111,7 @@ def _runs(case: Case, names: list[str], backward: bool) -> Runs:
 
 
 def run_once(case: Case, name: str) -> None:
-    """Forward and backward of a backend, in a process that may lack what others have.
-
-    Raises:
-        RuntimeError: its package cannot be used here, and why.
-    """
+    """Both passes of a backend, in a process of its own; RuntimeError if it cannot be used here."""
     if reason := backends()[name].missing():
         raise RuntimeError(reason)
     for backward in (False, True):

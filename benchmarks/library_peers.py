@@ -88,8 +88,7 @@ class TorchContextParallel(Library):
 
     @cached_property
     def attention(self) -> torch.nn.Module:
-        """Its SDPA as a module, as torchtitan uses it. What is switched on concerns SDPA of
-        DTensors alone, so it stays on."""
+        """SDPA as a module, as in torchtitan. What is switched on is for DTensors alone."""
         from torch.distributed.tensor.experimental import _attention as cp
 
         cp._enable_context_parallel_dispatcher()

@@ -1,16 +1,13 @@
 """Loss curves of training on real text: Megatron with TransformerEngine's ring beside burst.
 
 python -m benchmarks.loss_curves OUT.csv --gpus 2     on GPUs; --tiny: anywhere
+python -m benchmarks.show curves OUT.csv              table and picture
 
 Each run is examples/pretrain_gpt.py under torchrun: two layers of Llama-3-8B's widths with 32K
-tokens a step, or all of Llama-3.2-1B with 16K (`--model llama3.2-1b`), from the same weights, 300
-steps of text, whole or packed of documents. Megatron runs twice:
-the second time the text is in another order, which is the yardstick for a difference. A third time
-changes nothing: gradients of TransformerEngine's attention are not bitwise the same every time.
+tokens a step, or all of Llama-3.2-1B with 16K, from the same weights, 300 steps of text in bytes,
+whole or packed of documents. Megatron runs with the text in another order too, which is the
+yardstick for a difference, and again with nothing changed: its gradients are not bitwise the same.
 Burst keeps all of attention and has the fused loss; Megatron recomputes nothing and has its own.
-
-The text is the source code of Python's library and of PyTorch in bytes (examples/data.py). A row is
-written when its step is over. `python -m benchmarks.show curves OUT.csv` shows them.
 """
 
 import os
@@ -64,8 +61,7 @@ _NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__py
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training: of which samples ("whole", "packed"), by what, in which order of documents
-    ("same", "other"; "again": the same a second time)."""
+    """A training on "whole" or "packed" samples, in an order: "same", the same "again", "other"."""
 
     sample: str
     impl: str
@@ -83,8 +79,7 @@ def runs(peer: str) -> tuple[Run, ...]:
 
 
 def text_files() -> list[Path]:
-    """Source code of Python's library, without its tests, and of PyTorch: some 50 MB that every
-    machine has, of which 300 steps see 10."""
+    """Source code of Python's library, without tests, and of PyTorch: 50 MB; 300 steps see 10."""
     library = Path(sysconfig.get_path("stdlib"))
     every = sorted(library.rglob("*.py"))
     ours = (path for path in every if _NOT_READ.isdisjoint(path.relative_to(library).parts))
@@ -107,8 +102,7 @@ def flags_of(run: Run, what: Slice, steps: int, text: Path) -> list[str]:
 
     As in examples/demo.py the embedding's deviation and Adam's epsilon keep rounding errors from
     growing: with Megatron's defaults, and 3e-4 after 30 steps, losses jumped by 2 in the first 15
-    steps, and differences of 1e-4 grew a thousandfold (loss_curves_2xh200_defaults.csv).
-    """
+    steps, and differences of 1e-4 grew a thousandfold (loss_curves_2xh200_defaults.csv)."""
     shared = f"""
     --train-iters {steps} --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine
     --lr-warmup-iters {steps // 3} --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
@@ -207,8 +201,7 @@ class Overlay:
         return {step: abs(curve[step] - loss) for step, loss in self.peer.items() if step in curve}
 
     def at_the_end(self, curve: Curve) -> tuple[float, float]:
-        """Over the last tenth of the steps: the mean of |difference|, and |difference| of the
-        means; NaN of a curve that is not there."""
+        """Mean |difference| in the last tenth of the steps, and that of means; NaN without any."""
         common = sorted(self.apart(curve))
         if not common:
             return nan, nan
@@ -218,8 +211,7 @@ class Overlay:
 
 
 def overlays(rows: Sequence[CurveRow]) -> list[Overlay]:
-    """Of each kind of sample of which all three runs have steps; of equal steps the newest row
-    counts."""
+    """Of each kind of sample that has all three runs; of equal steps the newest row counts."""
     curves: dict[tuple[str, str, str], dict[int, float]] = {}
     for row in rows:
         if row.loss is not None:
@@ -237,8 +229,7 @@ def overlays(rows: Sequence[CurveRow]) -> list[Overlay]:
 
 
 def curves_table(rows: Sequence[CurveRow]) -> str:
-    """Markdown: how far Megatron itself, burst and another order of the text are from Megatron's
-    curve at the end."""
+    """Markdown: how far runs are from Megatron's curve at the end."""
     head = ("sample", "steps", "loss", "apart", "again", "burst", "other order", "burst / other")
     lines = [head]
     for overlay in overlays(rows):
@@ -254,8 +245,7 @@ def curves_table(rows: Sequence[CurveRow]) -> str:
 
 @optional
 def draw_curves(rows: Sequence[CurveRow], stem: Path) -> list[Path]:
-    """Write `STEM.png`: curves on top, their distance below, one column a kind of sample; returns
-    the file, or nothing where Matplotlib is missing or nothing has three runs."""
+    """Write `STEM.png`: curves, below them their distance, a column a kind of sample."""
     drawn, path = overlays(rows), stem.with_name(f"{stem.name}.png")
     if not drawn:
         return []

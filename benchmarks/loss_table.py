@@ -70,8 +70,7 @@ def native_of(row: LossRow, rows: Sequence[LossRow]) -> LossRow | None:
 
 
 def heads_by_tokens(rows: Sequence[LossRow], size: str) -> str:
-    """Markdown: a line for each number of tokens and ranks, a column an implementation, with
-    milliseconds and GiB of its last row; of heads of one size, "4096x128K"."""
+    """Markdown: a line a number of tokens and ranks, of heads of one size such as "4096x128K"."""
     of_size = [row for row in rows if f"{row.hidden}x{in_units(row.vocab)}" == size]
     cells = {(row.ranks, row.tokens, row.impl): row for row in of_size}
     names = {*_IN_PAGES, *_LEFT_OUT}

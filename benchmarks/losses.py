@@ -1,5 +1,4 @@
-"""Where burst is slower than what it is compared with, or needs more memory: every problem of the
-published tables, as those of docs/benchmarks/losses.md, which `benchmarks.show docs` makes."""
+"""Where burst is slower than a peer, or needs more memory: the tables of losses.md."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -71,16 +70,14 @@ def _attention(variants: dict[str, str]) -> Lines:
 
 
 def _by_itself(each: Comparison) -> Any:
-    """Burst's row. Forward alone of grouped heads of 192/128 gathers, which older rows of `auto`
-    did not: it is measured under its own name."""
+    """Burst's row; the one that gathers for forward alone of grouped heads of 192/128."""
     of, gather = each.problem, each.rows.get("burst:gather")
     is_grouped = (of.head_dim_qk, of.pass_) == (192, "fwd") and of.heads_kv < of.heads_q
     return gather if is_grouped and gather and gather.ms else each.burst
 
 
 def steps() -> Lines:
-    """Megatron's settings that are faster than all of burst's in no more memory; and steps and
-    layers of the same setting."""
+    """Settings of Megatron's that are faster in no more memory; steps and layers of one setting."""
     yield "step", "burst", "Megatron", *_HEAD
     for name in ("1xh200", "1xh100", "2xh100", "4xh200"):
         runs = {}
@@ -151,8 +148,7 @@ def loss() -> Lines:
 
 
 def _loss_cells(row: Any, peer: Any) -> tuple[str, ...]:
-    """Cells of a ratio, memory and where they come from, if one of them is worse for burst. Of
-    rows of two commits or machines memory counts alone."""
+    """Cells of a ratio, memory and origin, if one is worse for burst; memory alone of two runs."""
     ratio = Ratio.of(row, peer)
     if ratio is None:
         return ()
@@ -180,8 +176,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
 
 
 def table(name: str) -> str:
-    """A table of the page, whose last cells are a run's number and how many repetitions it has;
-    the runs are named below."""
+    """A table of the page; its last cells have a run's number, and how many repetitions it has."""
     head, *lines = TABLES[name]()
     numbers: dict[str, int] = {}
     short = []

@@ -3,9 +3,8 @@
 python -m benchmarks.masks OUT.csv --seq 64K --heads 32/8
 TINY=1 python -m benchmarks.masks OUT.csv     small sizes, to see that it runs; on a CPU too
 
-Each mask and what it stands beside are one call of `burst_attention` on one rank, in turns. The
-ratio is of speeds on the (query, key) pairs that the mask leaves: at 1 a mask costs what its pairs
-cost.
+Each mask and what it stands beside are calls of one rank, in turns. The ratio is of speeds on the
+(query, key) pairs that the mask leaves: at 1 a mask costs what its pairs cost.
 """
 
 from collections.abc import Callable
@@ -122,9 +121,7 @@ def main(
     dim: Annotated[int, Option(help="of a head")] = 128,
     only: Annotated[str, Option(help="words that a mask's name must have one of")] = "",
     backend: Annotated[str, Option(help="the kernel")] = "auto",
-    tiny: Annotated[
-        bool, Option("--tiny", envvar="TINY", help="small sizes, to try this out")
-    ] = False,
+    tiny: Annotated[bool, Option("--tiny", envvar="TINY", help="small sizes")] = False,
 ) -> None:
     """Measure forward and backward of each mask, in turns with what it stands beside."""
     check_appendable(out, MASKS_CSV, "OUT")

@@ -80,8 +80,7 @@ def tensors_of(rows: int, heads: tuple[int, int], dim: int, device, dtype) -> li
 def passes_of_last(
     carrier: Silent, ranks: int, q: Tensor, k: Tensor, v: Tensor, layout: Layout = Layout.ZIGZAG
 ) -> Passes:
-    """The passes of the last rank over its rows, [1, s_local, heads, d], in causal attention of a
-    sequence, or of documents in their layout; nothing is sent."""
+    """The last rank's passes over its rows, [1, s_local, heads, d], causal; nothing is sent."""
     mask = Mask(right=0, documents=layout is Layout.DOCUMENTS)
     backend, _ = choose_backend(problem_of(q, k, v, mask=mask), "auto")
     (_, rows, heads, dim), heads_kv = q.shape, k.shape[2]

@@ -17,7 +17,7 @@ from benchmarks.documents import KINDS, SEED, multiple_for
 from benchmarks.impls import Impl, impls_of
 from benchmarks.packed_cases import PRESETS, Problem, grid_of, packed_problems
 from benchmarks.peers import Peer
-from benchmarks.runner import App, Budget, Dtype, Out, Plan, usual_dtype
+from benchmarks.runner import App, Budget, Dtype, Out, Plan, Words, usual_dtype
 from benchmarks.sheets import PACKED_CSV
 from megatron_burst.errors import BurstError
 from megatron_burst.schedule.layout import Layout
@@ -26,6 +26,10 @@ from megatron_burst.tools.world import started
 
 _WHO = "benchmarks.packed"
 _LAYOUTS = ("", Layout.ZIGZAG, Layout.CONTIGUOUS, Layout.DOCUMENTS)
+_IMPLS = (
+    f"burst[:MODE][@LAYOUT] with a layout of {', '.join(_LAYOUTS[1:])}, te[:MODE], "
+    "ulysses[:BACKEND], flex, ceiling[:BACKEND], before"
+)
 app = App()
 
 PEERS: dict[str, type[Peer]] = {
@@ -52,9 +56,7 @@ def packed_impls(texts: Sequence[str]) -> tuple[Impl, ...]:
         if impls[0].name not in PEERS or layout not in _LAYOUTS or (at and not burst):
             raise BurstError(
                 f"{_WHO}: --impl must name an implementation, because each is called in its own "
-                f"way; got {text!r}; choose among burst[:MODE][@LAYOUT] with a layout of "
-                f"{', '.join(_LAYOUTS[1:])}, te[:MODE], ulysses[:BACKEND], flex, "
-                "ceiling[:BACKEND], before"
+                f"way; got {text!r}; choose among {_IMPLS}"
             )
         every += [replace(impl, mode=f"{impl.mode}{at}{layout}") for impl in impls]
     return tuple({str(impl): impl for impl in every}.values())
@@ -69,13 +71,8 @@ def main(
     head_dim: Annotated[int, Option(min=1, help="head dimension")] = 128,
     seed: Annotated[int, Option(help="of drawn lengths")] = SEED,
     dtype: Dtype = None,
-    impl: Annotated[
-        list[str] | None,
-        Option(help="repeatable: burst:MODE[@LAYOUT], te, ulysses, flex, ceiling, before"),
-    ] = None,
-    preset: Annotated[
-        str, Option(help=f"{', '.join(PRESETS)}; lists given beside it narrow it down")
-    ] = "",
+    impl: Annotated[Words, Option(help=f"repeatable: {_IMPLS}")] = None,
+    preset: Annotated[str, Option(help=f"{', '.join(PRESETS)}; lists narrow it down")] = "",
     out: Out = Path("packed.csv"),
     reps: FewReps = None,
     budget_s: Budget = None,

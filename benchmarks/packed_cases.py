@@ -163,8 +163,7 @@ def grid_of(seq: str, heads: str, documents: str, window: str) -> PackedGrid:
 
 
 def packed_problems(preset: str, grid: PackedGrid, impls: Sequence[str]) -> tuple[Problem, ...]:
-    """Problems of a preset, or of lists alone if it is ""; `impls` instead of the usual ones.
-    BurstError if there is no such preset, or the lists leave nothing of it."""
+    """Problems of a preset, or of lists alone if it is ""; `impls` instead of the usual ones."""
     every, documents, windows = preset_of(preset or "one-node", PRESETS, _WHO)
     cases = grid.cases()
     if preset:

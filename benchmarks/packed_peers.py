@@ -25,7 +25,6 @@ from megatron_burst.schedule.layout import Layout, positions, positions_in_docum
 from megatron_burst.schedule.mask import Mask
 from megatron_burst.tools.world import World
 
-NO_TREES = "it has no prefix trees"
 _SAMPLED = 128  # positions whose results are compared
 _BLOCK = 128  # rows that FlexAttention's masks, and so a rank's share, are made of
 
@@ -45,8 +44,7 @@ class Sample:
 
     case: PackedCase  # the problem
     world: World  # all ranks
-    # by layout, made when first asked for
-    parts: dict[str, PackedShard] = field(default_factory=dict)
+    parts: dict[str, PackedShard] = field(default_factory=dict)  # by layout, made when asked for
 
     def shard(self, layout: str) -> PackedShard:
         """The part of a layout; "" is the one in which documents, or the sequence, are usual."""
@@ -76,7 +74,12 @@ class Packed(Autograd):
     """Attention over the ranks' shards of a sample."""
 
     layout = ""  # in which it takes them; "" is the usual one
+    has_trees = False
     shard: PackedShard | None = None
+
+    def refusal(self, case: PackedCase) -> str | None:
+        is_refused = case.parents and not self.has_trees
+        return "it has no prefix trees" if is_refused else super().refusal(case)
 
     def prepare(self, sample: Sample) -> None:
         self.shard = sample.shard(self.layout)
@@ -95,6 +98,8 @@ class Packed(Autograd):
 
 class PackedBurst(Packed, Burst):
     """burst_attention with one configuration in one layout, which `impl.mode` has behind an @."""
+
+    has_trees = True
 
     def __init__(self, impl: Impl, world: World) -> None:
         super().__init__(impl, world)
@@ -119,9 +124,6 @@ class PackedTransformerEngine(Packed, TransformerEngine):
         Packed.prepare(self, sample)
         self.set_up(sample.case, True)
 
-    def refusal(self, case: PackedCase) -> str | None:
-        return NO_TREES if case.parents else super().refusal(case)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.shard.case.documents:
             return super().attend(q, k, v, window_size=(self.shard.case.window, 0))
@@ -144,8 +146,7 @@ def packed_seen(case: PackedCase, device: torch.device) -> tuple[Mask, Visible]:
 
 
 class PackedCeiling(Ceiling):
-    """The kernel that burst would choose, on the whole sample and 1/P of the heads; for trees as
-    many calls as it needs."""
+    """The kernel alone, on the whole sample and 1/P of the heads; trees take several calls."""
 
     calls: Calls | None = None
 
@@ -176,8 +177,7 @@ class PackedCeiling(Ceiling):
 
 
 class PackedUlysses(Packed, Ulysses):
-    """DeepSpeed's: each rank has the whole sample of some heads, so documents and windows concern
-    the kernel alone."""
+    """DeepSpeed's: whole samples of some heads, so that documents concern the kernel alone."""
 
     layout = Layout.CONTIGUOUS.value
 
@@ -188,13 +188,9 @@ class PackedUlysses(Packed, Ulysses):
         Packed.prepare(self, sample)
         self.choose()
 
-    def refusal(self, case: PackedCase) -> str | None:
-        return NO_TREES if case.parents else super().refusal(case)
-
 
 class Flex(Packed):
-    """torch's context parallelism of FlexAttention: gathers all keys; ranks have blocks of rows,
-    assigned by work (torch's PTRR)."""
+    """torch's for FlexAttention: gathers all keys; ranks get blocks of rows by work (its PTRR)."""
 
     def __init__(self, impl: Impl, world: World) -> None:
         super().__init__(impl, world)
@@ -207,7 +203,7 @@ class Flex(Packed):
             return "FlexAttention has no backward on CPUs"
         if case.seq % (_BLOCK * self.world.size):
             return f"FlexAttention's ranks need whole blocks of {_BLOCK} rows; got {case.seq}"
-        return NO_TREES if case.parents else None
+        return super().refusal(case)
 
     def prepare(self, sample: Sample) -> None:
         case = sample.case

@@ -44,10 +44,7 @@ def tensors_of(
     case: Case, rows: int, seed: int, device: torch.device, places: Tensor | slice = slice(None)
 ) -> list[Tensor]:
     """Random q, k, v, the output of a fused projection, taken apart, and dout: of so many rows
-    those at these places.
-
-    Source: megatron/core/transformer/attention.py, get_query_key_value_tensors, core_v0.19.0.
-    """
+    those at these places. Source: Megatron-Core 0.19.0, get_query_key_value_tensors."""
     generator = torch.Generator(device).manual_seed(seed)
     options = {"generator": generator, "device": device, "dtype": getattr(torch, case.dtype)}
     group = case.heads_q // case.heads_kv * case.head_dim_qk
@@ -152,8 +149,7 @@ class Burst(Autograd):
         return self.call(q, k, v, causal=causal, qkv_format="sbhd")
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-        """The package's burst_attention; an earlier commit chooses everything itself, as it may not
-        know today's options."""
+        """burst_attention; an earlier commit chooses all itself: it may lack today's options."""
         if self.impl.config is not None:
             options["config"] = self.impl.config
         return self.package.burst_attention(q, k, v, group=self.world.group, **options)
@@ -172,17 +168,13 @@ def seen(case: Case) -> tuple[Mask, Visible]:
 
 
 def kernel_for(shard: Shard, name: str, mask: Mask) -> tuple[Backend, str]:
-    """The backend of this name for a shard's tensors, or burst's choice for "auto"; and the note of
-    a row that ran it."""
+    """The backend of this name, or burst's choice for "auto"; and the note of a row that ran it."""
     backend, choice = choose_backend(problem_of(shard.q, shard.k, shard.v, mask=mask), name)
     return backend, f"backend {choice.value}"
 
 
 class Kernel(Peer):
-    """The kernel that burst chooses, on a whole sequence of some heads: no communication.
-
-    `impl.mode` is the backend's name, or "auto" for burst's choice.
-    """
+    """The kernel named by `impl.mode`, or burst's choice for "auto", on whole sequences."""
 
     backend: Backend
     tensors: tuple[Tensor, ...] = ()  # q, k, v, dout: [b, s, h, d]

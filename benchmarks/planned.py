@@ -21,16 +21,8 @@ from megatron_burst.tools.job.memory import memory_of
 from megatron_burst.tools.job.model import Model
 from megatron_burst.tools.job.peer import as_megatron, megatron_bytes
 from megatron_burst.tools.job.strategy import Job, Strategy, open_call
-from megatron_burst.tools.simulate.call import (
-    AttentionCall,
-    attention_time,
-    buffer_bytes,
-    by_auto,
-    left_bytes,
-    pass_time,
-    resolved,
-    run_by,
-)
+from megatron_burst.tools.simulate import call as calls
+from megatron_burst.tools.simulate.call import AttentionCall, attention_time, resolved
 from megatron_burst.tools.simulate.kernels import Timer
 from megatron_burst.tools.simulate.sample import Packing, Sample
 
@@ -101,7 +93,7 @@ def _of_attention(row: Row, hardware: Hardware) -> Prediction:
         if is_standin(row):
             gib = megatron_bytes(call.shape) / GIB
         elif known and not _is_outdated(row, opened, call):
-            gib = (buffer_bytes(call) + _left_bytes(call)) / GIB
+            gib = (calls.buffer_bytes(call) + _left_bytes(call)) / GIB
     return Prediction(1e3 * seconds, gib)
 
 
@@ -131,7 +123,7 @@ def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
 def _left_bytes(call: AttentionCall) -> int:
     """What forward leaves for backward, beside Q, K and V, which the benchmark holds."""
     if call.intra != "a2a" or call.resends:
-        return left_bytes(call)
+        return calls.left_bytes(call)
     shape = call.shape.replicated(call.mode_topology.intra_size)
     there, _ = a2a_pass_bytes(shape)[Direction.FORWARD]
     return there
@@ -155,8 +147,8 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
     overlap = impl.config.overlap
     call = AttentionCall(**vars(spec), overlap=overlap)
     if impl.config.backend != "auto":
-        return run_by(call, impl.config.backend)
-    call = by_auto(call, hardware)
+        return calls.run_by(call, impl.config.backend)
+    call = calls.by_auto(call, hardware)
     changed = not call.kernel.rectangular_causal and resolved(call).a2a_backward_heads
     if not changed or not "" < row.date < _BOTH_BEFORE:
         return call
@@ -218,7 +210,7 @@ def _of_packed(row: PackedRow, hardware: Hardware) -> Prediction | None:
     for direction in _passes(row):
         work += row.area * _tflop(call, direction)
         pauseless = work if is_standin(row) else inf
-        seconds += pass_time(call, where, direction, padded, pauseless).seconds
+        seconds += calls.pass_time(call, where, direction, padded, pauseless).seconds
     gib = megatron_bytes(call.shape, packed=True) / GIB if is_standin(row) else None
     return Prediction(1e3 * seconds, gib)
 

@@ -25,10 +25,8 @@ _MEAN = "geometric mean, and the slowest and the fastest case"
 
 def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     """Write `STEM_tflops.png` and, where memory was measured, `STEM_memory.png`; returns the files.
-
     Of forward and backward passes, without other libraries, without modes that none of the rows
-    could run, and of each problem only what is of one run.
-    """
+    could run, and of each problem only what is of one run."""
     ran = {(row.impl, row.mode) for row in rows if row.ms and row.pass_ == "fwd_bwd"}
     rows = [row for row in rows if row.impl not in LIBRARIES and (row.impl, row.mode) in ran]
     comparisons = [each.alike() for each in compare(rows) if each.problem.pass_ == "fwd_bwd"]
@@ -82,8 +80,7 @@ def _panels(comparisons: list[Comparison]) -> dict[str, dict[str, Comparison]]:
 
 
 def _panel(axis: Axes, members: list[Comparison], kind: Kind, colours: Mapping[str, str]) -> None:
-    """Bars with their spread for implementations that communicate, crosses for those that cannot
-    run, lines for the bounds."""
+    """Bars with their spread, crosses for what cannot run, lines for the bounds."""
     bounds = [name for name in colours if name.partition(":")[0] in _LINES]
     styles = {n: {"color": colour, "label": look.words_of(n)} for n, colour in colours.items()}
     width = 0.8 / max(1, *(len(each.rows.keys() - set(bounds)) for each in members))
@@ -123,19 +120,18 @@ class Gains:
     """The problems of one kind on one set of GPUs."""
 
     label: str  # the kind and the GPUs
-    # for each problem, burst's ratio to TransformerEngine's fastest mode
+    # for each problem, TransformerEngine's fastest mode over burst, in time and in peak memory
     speed: list[float] = field(default_factory=list)
-    # for each problem, peak memory of that mode / burst's
     memory: list[float] = field(default_factory=list)
 
 
 def gains_of(rows: Sequence[Row]) -> list[Gains]:
-    """Gains in forward and backward by kind of mask, nodes and GPUs; one node first.
-
-    A kind of which only one problem was measured is left out: it has no spread.
-    """
+    """Gains in forward and backward by kind of mask, nodes and GPUs; one node first. A kind with
+    only one measured problem is left out: it has no spread."""
     kinds: dict[str, Gains] = {}
-    for each in sorted(compare(rows), key=_place):
+    every = compare(rows)
+    every.sort(key=lambda one: (one.problem.nodes, _kind(one.problem), one.problem.ranks))
+    for each in every:
         burst, te, problem = each.burst, each.best_te, each.problem
         if problem.pass_ != "fwd_bwd" or burst is None or te is None:
             continue
@@ -152,10 +148,6 @@ def gains_of(rows: Sequence[Row]) -> list[Gains]:
     return [gains for gains in kinds.values() if len(gains.speed) > 1]
 
 
-def _place(each: Comparison) -> tuple:
-    return each.problem.nodes, _kind(each.problem), each.problem.ranks
-
-
 def _kind(problem: Problem) -> str:
     if problem.mask == "causal":
         return "causal"
@@ -163,8 +155,7 @@ def _kind(problem: Problem) -> str:
 
 
 def draw_gains(rows: Sequence[Row], path: Path) -> None:
-    """Draw a bar for each kind: its mean, with a line from the least to the most of its
-    problems."""
+    """A bar for each kind: its mean, with a line from the least to the most of its problems."""
     gains = gains_of(rows)
     with look.picture(path, 8, 0.62 * len(gains) + 1.8, _DPI) as figure:
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))

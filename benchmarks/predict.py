@@ -3,12 +3,10 @@
 python -m benchmarks.predict attention --ranks 8 --preset one-node --out attention_8xh200.csv
 python -m benchmarks.predict packed --ranks 4 --seq 64K,1M --heads 64/8 --out packed_4xh200.csv
 python -m benchmarks.predict recompute --ranks 8 --seq 1M --layers 1 --out recompute_8xh200.csv
-
 python -m benchmarks.predict published [--auto]     others' set-ups, as they ran, or as burst would
 
 Options are those of `benchmarks.attention`, `.packed` and `.recompute`. Commit the CSV, measure,
-and compare:
-python -m benchmarks.validate_plan MEASURED.csv --predictions PREDICTED.csv
+and compare: python -m benchmarks.validate_plan MEASURED.csv --predictions PREDICTED.csv
 """
 
 from collections.abc import Iterable, Iterator
@@ -133,8 +131,7 @@ def recompute(
 
 
 class Published(NamedTuple):
-    """A published measurement of so many GPUs, 8 a node, and a strategy like theirs; `tokens` a
-    second and GPU, and 1e9 bytes, None where they are not published."""
+    """Of GPUs, 8 a node, with a strategy like theirs; `tokens` a second and GPU, 1e9 bytes."""
 
     who: str
     model: str
@@ -146,24 +143,22 @@ class Published(NamedTuple):
     gb: float | None = None
 
 
-def _burst_engine(model: str, seq: int, gpus: int, **rows: tuple[float, float | None]):
-    for keep, (tokens, gb) in rows.items():
+def _burst_engine(model: str, seq: int, gpus: int, *figures: tuple[float, float | None]):
+    """With attention's results kept, half of them, and none."""
+    for keep, (tokens, gb) in zip(("all", "half", "none"), figures, strict=True):
         strategy = Strategy(cp=gpus, keep=keep, fsdp="torch", intra="ring")
-        yield Published(f"BurstEngine, {keep}", model, seq, gpus, "a800", strategy, tokens, gb)
+        who, name = f"BurstEngine, {keep}", f"burstengine-{model}"
+        yield Published(who, name, seq, gpus, "a800", strategy, tokens, gb)
 
 
 _ULYSSES = Strategy(cp=8, offload_inputs=True, fsdp="torch")
 _ON_HOST = Strategy(cp=8, keep="all", offload=True, offload_inputs=True, fsdp="torch")
 _MEGATRON = Strategy(tp=2, cp=4, keep="all", offload=True, offload_inputs=True)
 PUBLISHED = (
-    *_burst_engine("burstengine-7b", 2 * _M, 32, all=(100.1, 55.4), half=(92.41, 49.6)),
-    *_burst_engine("burstengine-7b", 2 * _M, 32, none=(79.54, None)),
-    *_burst_engine("burstengine-14b", _M, 32, all=(118.36, 54.0), half=(108.82, 45.9)),
-    *_burst_engine("burstengine-14b", _M, 32, none=(94.81, 41.45)),
-    *_burst_engine("burstengine-7b", 4 * _M, 64, all=(50.28, 56.3), half=(46.5, 48.8)),
-    *_burst_engine("burstengine-7b", 4 * _M, 64, none=(35.8, None)),
-    *_burst_engine("burstengine-14b", 2 * _M, 64, all=(60.49, 51.0), half=(55.67, 43.2)),
-    *_burst_engine("burstengine-14b", 2 * _M, 64, none=(44.4, None)),
+    *_burst_engine("7b", 2 * _M, 32, (100.1, 55.4), (92.41, 49.6), (79.54, None)),
+    *_burst_engine("14b", _M, 32, (118.36, 54.0), (108.82, 45.9), (94.81, 41.45)),
+    *_burst_engine("7b", 4 * _M, 64, (50.28, 56.3), (46.5, 48.8), (35.8, None)),
+    *_burst_engine("14b", 2 * _M, 64, (60.49, 51.0), (55.67, 43.2), (44.4, None)),
     Published("Ulysses, recomputed", "llama3-8b", _M, 8, "h100", _ULYSSES, 475.3),
     Published("burst, kept on host, FSDP", "llama3-8b", _M, 8, "h100", _ON_HOST, None),
     Published("burst, kept on host, Megatron", "llama3-8b", _M, 8, "h100", _MEGATRON, None),
@@ -192,17 +187,14 @@ def _line(row: Published) -> tuple[str, ...]:
 
 @app.command()
 def published(
-    auto: Annotated[
-        bool, Option("--auto", help="rings as burst's `auto` would run them instead")
-    ] = False,
+    auto: Annotated[bool, Option("--auto", help="rings as burst's `auto` would run them")] = False,
 ) -> None:
     """Published measurements against predictions for the same set-ups, as they ran, in Markdown.
 
     BurstEngine (arXiv 2509.19836, plot_code/burst_attn/burst_exp.xlsx of its repository): A800-80G,
     8 a node, one sequence, ZeRO-3, nested rings, layers recomputed; whole: attention's output kept,
     half: that of the later half, none. Ulysses: untied_ulysses (H100-80G, 8 a node, FSDP, layers
-    recomputed, inputs offloaded, FlashAttention-3).
-    """
+    recomputed, inputs offloaded, FlashAttention-3)."""
     intra = {"intra": "auto"} if auto else {}
     rows = [row._replace(strategy=replace(row.strategy, **intra)) for row in PUBLISHED]
     head = ("", "model", "seq", "GPUs", "tok/s/GPU published", "predicted", "", "MFU predicted",

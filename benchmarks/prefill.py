@@ -3,10 +3,9 @@
 torchrun --nproc-per-node 8 -m benchmarks.prefill --seq 32K,64K,128K,256K --out prefill.csv
 python -m benchmarks.prefill --rank-of 8     one of 8 ranks computes, on one GPU; nothing is sent
 
-The model of examples/prefill.py with the sizes of BurstAttention's tables, random weights, a causal
-mask. `burst` leaves K and V sharded by rows, `burst-gathered` gathers them on every rank, which is
-in its time. `tp-v1` sums what ranks contribute, `tp-v3` also shards rows between the products, as
-Megatron's sequence parallelism does; both leave K and V sharded by heads.
+The model is that of examples/prefill.py with random weights. `burst` leaves K and V sharded by
+rows, `burst-gathered` gathers them on every rank, which is in its time. `tp-v1` sums what ranks
+contribute, `tp-v3` also shards rows between the products, as Megatron's sequence parallelism does.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +34,7 @@ app = runner.App()
 def measure(
     plan: runner.Plan, ranks: Ranks, dtype: torch.dtype, say: Callable[[str], None] | None = None
 ) -> list[PrefillRow]:
-    """Run a plan on all ranks together, whose cases are of model, length and implementation;
-    returns the rows, on every rank. BurstError if `plan.out` has other columns."""
+    """Run a plan of (model, length, implementation) on all ranks together; returns the rows."""
     world, out_of_time = ranks.world, runner.clock(plan.budget_s)
     runner.check_out(plan.out, world, PREFILL_CSV)
 
@@ -73,10 +71,8 @@ def _measured(
 def main(
     seq: Annotated[str, Option(help="tokens of the prompt")] = "32K,64K,128K,256K",
     model: Annotated[str, Option(help=f"of {', '.join(MODELS)}, with commas")] = "7b,13b",
-    impl: Annotated[list[str] | None, Option(help=f"of {', '.join(IMPLS)}; default: all")] = None,
-    rank_of: Annotated[
-        int | None, Option(min=1, help="run one of so many ranks alone, without the others")
-    ] = None,
+    impl: Annotated[runner.Words, Option(help=f"of {', '.join(IMPLS)}; default: all")] = None,
+    rank_of: Annotated[int | None, Option(min=1, help="run one of so many ranks alone")] = None,
     reps: runner.Reps = _REPS,
     out: runner.Out = Path("prefill.csv"),
     budget_s: runner.Budget = None,

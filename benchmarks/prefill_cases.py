@@ -77,8 +77,7 @@ class Ranks(NamedTuple):
 
 
 def sizes_of(model: Model, tp: int) -> Sizes:
-    """Of the part of a model that one of `tp` ranks has; BurstError if heads and features cannot be
-    sharded evenly."""
+    """Of the part that one of `tp` ranks has; BurstError if heads or features are not even."""
     shared = {"query heads": model.heads_q, "KV heads": model.heads_kv, "features": model.ffn}
     require(WHO, [(
         count % tp == 0, "tensor parallelism must divide heads and features, because each rank has "

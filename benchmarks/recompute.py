@@ -66,8 +66,7 @@ class _Part:
     stack: "Stack | None" = None
     failures: dict[str, str] = field(default_factory=dict)
     peaks: dict[str, float | None] = field(default_factory=dict)
-    # ms of the run whose memory is measured
-    alone: dict[str, list[float]] = field(default_factory=dict)
+    alone: dict[str, list[float]] = field(default_factory=dict)  # ms of the run that counts memory
     facts: dict[str, str] = field(default_factory=dict)  # after the repetitions of all modes
 
     def __str__(self) -> str:
@@ -151,9 +150,7 @@ def main(
     hidden: Annotated[int, Option(min=1, help="model width")] = 4096,
     ffn: Annotated[int, Option(min=1, help="width of the gated MLP")] = 14336,
     batch: Annotated[int, Option(min=1, help="sequences")] = 1,
-    mode: Annotated[
-        list[str] | None, Option(help="repeatable, e.g. burst:all, megatron:full; default: all")
-    ] = None,
+    mode: Annotated[runner.Words, Option(help="such as burst:all; default: all")] = None,
     dtype: runner.Dtype = None,
     out: runner.Out = Path("recompute.csv"),
     reps: runner.Reps = _REPS,

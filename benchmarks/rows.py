@@ -21,10 +21,8 @@ SUPERSEDED = "superseded"
 
 
 def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> None:
-    """Add rows to a CSV, with a head line where it is new; on disk when this returns.
-
-    Checks the first and last line only; before measuring, `check_appendable` checks all. BurstError
-    if the file's folder is missing, or it is there with other columns or cut off."""
+    """Add rows to a CSV, with a head line where it is new; on disk when this returns. Checks the
+    first and last line; before measuring, `check_appendable` checks all."""
     is_new = not path.exists()
     check_writable(sheet.writer, _OUT, path)
     mark = []
@@ -39,8 +37,7 @@ def append(path: Path, rows: Iterable[Any], sheet: Sheet = ATTENTION_CSV) -> Non
 
 
 def check_appendable(path: Path, sheet: Sheet = ATTENTION_CSV, option: str = _OUT) -> None:
-    """Refuse a file that rows cannot be added to; BurstError if its folder is missing, or it is
-    there and is no whole CSV of that kind."""
+    """Refuse a file that rows cannot be added to: without a folder, or no such whole CSV."""
     check_writable(sheet.writer, option, path)
     if not path.exists():
         return
@@ -58,11 +55,7 @@ def is_packed(path: Path) -> bool:
 
 
 def read(paths: Sequence[Path], sheet: Sheet = ATTENTION_CSV) -> list[Any]:
-    """The rows of all files, in order, without those that are superseded.
-
-    Raises:
-        BurstError: if a file is missing or no whole CSV of that kind, or there is no row at all.
-    """
+    """The rows of all files but superseded ones; BurstError if one is no such CSV, or empty."""
     rows = [row for path in paths for row, mark in _rows(path, sheet) if not mark]
     if not rows:
         raise BurstError(
@@ -142,8 +135,7 @@ def _other_file(path: Path, sheet: Sheet, got: str) -> BurstError:
 
 
 def _difference(head: Sequence[str], columns: Sequence[str]) -> str:
-    """What is missing and what is unknown, each with the name that it may stand for; of many the
-    first, as they are another program's."""
+    """What is missing or unknown, with the names that this may stand for; of many the first."""
     missing = [name for name in columns if name not in head]
     unknown = [name for name in head if name not in columns]
     if len(missing) == len(columns):
@@ -157,11 +149,7 @@ def _difference(head: Sequence[str], columns: Sequence[str]) -> str:
 
 
 def _row_of(cells: Sequence[str], kind: type, where: str) -> Any:
-    """The row that cells of one line stand for; `where` they stand begins a sentence.
-
-    Raises:
-        BurstError: if there are more or fewer than fields, or one is not of its field's type.
-    """
+    """The row of a line's cells, or BurstError; `where` they stand begins a sentence."""
     columns = fields(kind)
     if len(cells) != len(columns):
         raise BurstError(

@@ -47,8 +47,7 @@ class Plan:
     """What a run measures."""
 
     cases: Sequence[Any]  # problems, in order
-    # what each is measured with; the same for all, or per problem
-    impls: Sequence[Any] | Mapping[Any, Sequence[Any]]
+    impls: Sequence[Any] | Mapping[Any, Sequence[Any]]  # for all, or for each problem
     reps: int | None = None  # repetitions, in turns; None: as many as the benchmark has usually
     budget_s: float | None = None  # seconds after which nothing new is started; None: no end
     out: Path | None = None  # CSV that rank 0 appends to; None: nowhere
@@ -112,18 +111,11 @@ def interleave(
     out_of_time: Callable[[], bool] = lambda: False,
     before: Callable[[str], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of the slowest rank for each repetition of each run.
+    """Milliseconds of the slowest rank for each repetition of each run, on all ranks together.
 
     Runs take turns, so that clocks and heat are shared; every other turn is in reverse order, so
-    that none always follows the same one.
-
-    Args:
-        runs: what is timed, by name, on all ranks together.
-        reps: repetitions, of each or of all.
-        world: all ranks.
-        out_of_time: asked on rank 0 after each turn; stops the repetitions.
-        before: called with the name before each repetition, untimed.
-    """
+    that none always follows the same one. `out_of_time` is asked on rank 0 after each turn, and
+    stops; `before` is called with the name before each repetition, untimed."""
     counts = dict.fromkeys(runs, reps) if isinstance(reps, int) else reps
     own: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(max((counts[name] for name in runs), default=0)):

@@ -48,8 +48,7 @@ class Sheet:
     writer: str  # who writes it
     kind: type  # dataclass of its rows
     beside_ms: tuple[str, ...] = ()  # columns that a row with `ms` has too; predictions lack them
-    # whether a row is its own, where another writer's have the same columns
-    holds: Callable[[Any], bool] | None = None
+    holds: Callable[[Any], bool] | None = None  # which rows are its own, of the same columns
     shows_others: str = ""  # what shows those
 
 

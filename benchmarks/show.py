@@ -38,15 +38,13 @@ def table(
     csvs: Csvs,
     pass_: Annotated[Literal["fwd", "fwd_bwd"], Option("--pass", help="which pass")] = "fwd_bwd",
 ) -> None:
-    """Attention, packed documents and windows too: burst beside TransformerEngine's best mode and
-    the kernel alone."""
+    """Attention, packed samples too: burst beside TransformerEngine's best mode and the kernel."""
     typer.echo(markdown_table(_attention(csvs), pass_))
 
 
 @app.command()
 def libraries(csvs: Csvs) -> None:
-    """Attention and packed documents: burst beside torch's context parallelism, DeepSpeed's
-    Ulysses, yunchang and TransformerEngine, as far as they were measured."""
+    """Attention and packed documents: burst beside other libraries and TransformerEngine."""
     typer.echo(library_table(_attention(csvs)))
 
 
@@ -177,9 +175,8 @@ def smoke(
 ) -> None:
     """The ratios that benchmarks/smoke.sh measured, beside the expected ones.
 
-    A ratio is the speed of burst, or of one of its kernels, to that of a peer in the same run:
-    above 1 is faster. What is expected was measured on the GPU that its row names; clocks and heat
-    move ratios by about 2 %."""
+    A ratio is the speed of burst, or of one of its kernels, to that of a peer in the same run. What
+    is expected was measured on its row's GPU; clocks and heat move ratios by about 2 %."""
     measured = ratios(out)
     rows = read([EXPECTED], sheets.SMOKE_CSV) if EXPECTED.exists() else ()
     known = {row.what: row for row in rows}

@@ -15,8 +15,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A model with few layers, and a sample of it: how long, and of which documents
-    (`benchmarks.documents`; "": one sequence)."""
+    """A model with few layers, and its sample of documents (`benchmarks.documents`; "": one)."""
 
     name: str
     seq: int

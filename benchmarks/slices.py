@@ -3,10 +3,8 @@
 python -m benchmarks.slices measure OUT.csv --gpus 8     on GPUs; --tiny: anywhere
 python -m benchmarks.slices predict OUT.csv --gpus 8     what the planner says
 
-Each run is examples/pretrain_gpt.py under torchrun: burst with everything kept and the fused loss,
-beside Megatron with TransformerEngine's ring under full recomputation, with burst's fused loss
-(also with attention kept) and with Megatron's own; 8b-packed is of packed documents, in Megatron's
-THD layout. The most telling runs come first; a row is written when its run is over.
+Each run is examples/pretrain_gpt.py under torchrun (`slice_cases.py`). The most telling runs come
+first; a row is written when its run is over.
 """
 
 import json
@@ -74,21 +72,15 @@ def steps_in(log: Path) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def command_of(what: cases.Slice, impl: str, gpus: int, log: Path, nodes: int) -> list[str]:
-    """The training command; document lengths go to a file next to `log`."""
-    flags = [*what.flags, *what.rope(gpus), *cases.flags_of(impl, gpus)]
-    command = training(gpus, flags, log, nodes)
-    if what.documents:
-        lengths = log.with_suffix(".txt")
-        lengths.write_text(" ".join(map(str, what.lengths(gpus))))
-        command += ["--document-lengths", str(lengths)]
-    return command
-
-
 def run(what: cases.Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -> SliceRow:
     """Train; the row, also of a run that failed."""
     log, output = folder / f"{what.name}-{what.seq}-{impl}.jsonl", folder / "output.txt"
-    process = start(command_of(what, impl, gpus, log, nodes), output)
+    flags = [*what.flags, *what.rope(gpus), *cases.flags_of(impl, gpus)]
+    if what.documents:
+        lengths = log.with_suffix(".txt")
+        lengths.write_text(" ".join(map(str, what.lengths(gpus))))
+        flags += ["--document-lengths", str(lengths)]
+    process = start(training(gpus, flags, log, nodes), output)
     try:
         code = process.wait(LONGEST_S)
     except subprocess.TimeoutExpired:
@@ -111,8 +103,7 @@ def run(what: cases.Slice, impl: str, gpus: int, folder: Path, nodes: int = 1) -
 
 
 def reason_in(output: Path) -> str:
-    """The line that says why a run failed: the first error (C++'s too), else torchrun's exit code,
-    else the last line of words."""
+    """Why a run failed: the first error (C++'s too), torchrun's exit code, or the last words."""
     every = (line.strip() for line in output.read_text(errors="replace").splitlines())
     lines = [line for line in every if line.strip("=-")]  # torchrun ends with such a line
     codes = [line for line in lines if line.startswith("exitcode")]

@@ -45,8 +45,7 @@ def start(cpu: bool, cp_size: int) -> None:
 
 
 class Stack:
-    """The layers of a middle pipeline stage, without embedding and head, with burst's attention, or
-    Megatron's own with this `cp_comm_type`."""
+    """A middle stage's layers with burst's attention, or Megatron's with this `cp_comm_type`."""
 
     def __init__(self, widths: Widths, burst: bool, comm_type: str = "p2p") -> None:
         cp_size = parallel_state.get_context_parallel_world_size()
@@ -194,8 +193,7 @@ class PartOfAttention(nn.Module):
 
 
 class PackedLayers:
-    """Layers with gradients, and the micro-batches of at most so many rows of a rank that they run;
-    `alone`: a rank's part of a group that is not there."""
+    """Layers, and the micro-batches that they run; `alone`: a rank's part of a missing group."""
 
     def __init__(self, model: Model, dtype: torch.dtype, alone: bool, rows: int) -> None:
         if not alone:
@@ -216,8 +214,7 @@ class PackedLayers:
         self._hidden, self._dout = (torch.randn(shape, dtype=dtype, device=device) for _ in "io")
 
     def micro_batch(self, lengths: Sequence[int], cp: int) -> Callable[[], None]:
-        """Forward and backward of documents on this rank, one of `cp`; lengths are multiples of
-        2 * cp."""
+        """Both passes of documents on this rank, one of `cp`; lengths are multiples of 2 * cp."""
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         rows = int(ends[-1]) // cp
         part = Part(ends, cp, self._carriers.setdefault(cp, Silent(cp - 1)))

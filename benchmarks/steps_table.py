@@ -1,5 +1,4 @@
-"""Layers and whole training steps as tables of docs/benchmarks, which `benchmarks.show docs` makes,
-and layers' time against their memory as a picture."""
+"""Layers and steps as tables of docs/benchmarks, and layers' time against their memory, drawn."""
 
 from collections.abc import Sequence
 from itertools import compress
@@ -44,9 +43,8 @@ Lines = list[list[str]]
 
 
 def frontier_lines(path: Path, runs: Sequence[str]) -> Lines:
-    """All settings of one run of `benchmarks/frontier.py`, as its rows name it; zone and seconds
-    may be left out. Its columns that have a figure."""
-    (rows,) = _runs(path, runs)
+    """All settings of one run of `benchmarks/frontier.py`, named without zone and seconds."""
+    (rows,) = _named([path, *runs])
     points = points_of(rows)
     gains = in_equal_memory(points)
     lines = [line_of(point, gains) for point in points]
@@ -112,14 +110,18 @@ def _cell(point: Point | None) -> str:
     return f"{point.ms / 1e3:#.3g}, {point.peak_gib:.1f} (`{name}`)"
 
 
-def _named(words: Sequence[str]) -> list[list[FrontierRow]]:
-    """The rows of runs that follow the CSV that they are in."""
-    runs, path = [], None
-    for word in words:
+def _named(words: Sequence[str | Path]) -> list[list[FrontierRow]]:
+    """The rows of runs, as words name them that follow the CSV that they are in."""
+    runs: list[list[FrontierRow]] = []
+    for word in map(str, words):
         if word.endswith(".csv"):
-            path = Path(word)
-        else:
-            runs += _runs(path, [word])
+            name, rows = Path(word).name, read([_ROOT / word], FRONTIER_CSV)
+            continue
+        runs.append([row for row in rows if row.run.startswith(word)])
+        require(_WHO, [(
+            runs[-1], f"{name} must have the runs that a page names, because a table is made of "
+            "their rows", word, "name one of its runs",
+        )])  # fmt: skip
     return runs
 
 
@@ -147,18 +149,6 @@ def _slice(row: SliceRow, ours: SliceRow) -> list[str]:
         f"{row.tokens_per_s_per_gpu:.0f}", f"{row.tflops_per_gpu:.0f}", f"{100 * share:.1f} %",
         f"{row.peak_gib:.1f}", gain,
     ]  # fmt: skip
-
-
-def _runs(path: Path, names: Sequence[str]) -> list[list[FrontierRow]]:
-    """The rows of each run, in the order of the names."""
-    rows = read([_ROOT / path], FRONTIER_CSV)
-    runs = [[row for row in rows if row.run.startswith(name)] for name in names]
-    for name, own in zip(names, runs, strict=True):
-        require(_WHO, [(
-            own, f"{path.name} must have the runs that a page names, because a table is made of "
-            "their rows", name, "name one of its runs",
-        )])  # fmt: skip
-    return runs
 
 
 def trade_table(rows: Sequence[Row]) -> str:
@@ -202,8 +192,7 @@ def modes_by_length(rows: Sequence[Row]) -> str:
 
 @optional
 def draw_trade(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Write `STEM_trade.png`, memory across and time upwards, one panel a length; returns the file,
-    or nothing where Matplotlib is missing or nothing has both figures."""
+    """Write `STEM_trade.png`: memory across, time upwards, one panel a length; returns its path."""
     able = [row for row in rows if row.ms and row.peak_gib is not None]
     lengths = sorted({row.seq for row in able})
     if not lengths:

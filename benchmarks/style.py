@@ -79,8 +79,7 @@ def colour_of(name: str) -> str:
 
 
 def measured_on(rows: Iterable[Any]) -> str:
-    """The GPUs of rows and the days of their runs: "4 x H200, 2026-11-21 to 2026-11-23", or
-    "2 emulated nodes x 2 H200, 2026-11-21"."""
+    """GPUs and days of rows: "4 x H200, 2026-11-21 to 2026-11-23", "2 emulated nodes x 2 H200"."""
     rows = list(rows)
     places = {_place(row) for row in rows}
     (nodes, count), *others = places or {(1, 1)}

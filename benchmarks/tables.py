@@ -1,5 +1,4 @@
-"""The table maker: how many times as fast a measurement is as another, which all of them mean
-alike, cells, and lines of cells as Markdown."""
+"""The table maker: how many times as fast one is as another, cells, and lines of cells."""
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -20,8 +19,7 @@ def spread(ms: Sequence[float]) -> dict[str, float]:
 
 
 def repetitions(ms: Sequence[float]) -> str:
-    """How often something was timed and what each took, "3 repetitions: 1.5 1.4 1.6", for a row's
-    note: runs that took turns can then be compared repetition by repetition."""
+    """How often something was timed, and what each took: "3 repetitions: 1.5 1.4 1.6"."""
     return f"{len(ms)} repetitions: {' '.join(f'{each:.6g}' for each in ms)}"
 
 
@@ -77,8 +75,7 @@ def measured_by(row: Any) -> tuple[str, ...]:
 
 
 def share_of_peak(tflops: float, gpu: str) -> float:
-    """Of the bf16 peak in the data sheet of the GPU that a row names; of a step's model FLOPs MFU.
-    BurstError if there is no preset of that GPU."""
+    """Of the bf16 peak in the data sheet of a row's GPU, or BurstError; of model FLOPs the MFU."""
     return tflops / preset_of(gpu, "benchmarks").gpu.peak_tflops
 
 

@@ -133,8 +133,7 @@ def _order(one: Compared) -> tuple:
 
 
 def choices(compared: Sequence[Compared]) -> list[float]:
-    """How much slower the schedule predicted fastest is than the best measured one, for each
-    problem and pass that was measured with several schedules in one run."""
+    """How much slower the schedule predicted fastest is than the best measured in the same run."""
     problems: dict[tuple, list[Compared]] = {}
     for one in compared:
         row = one.row
@@ -219,9 +218,7 @@ def main(
     csvs: Annotated[Files, Argument(help="default: benchmarks/results")] = None,
     hardware: Annotated[str, Option(help="default: the preset of each row's GPU")] = "",
     predictions: Annotated[Files, Option(help="of predict.py; default: predicted now")] = None,
-    docs: Annotated[
-        Path, Option(help="folder of planner_errors.*, written for the default rows")
-    ] = ROOT / "docs",
+    docs: Annotated[Path, Option(help="where planner_errors.* of all rows go")] = ROOT / "docs",
 ) -> None:
     """Compare every row; print medians; write or print the table."""
     rows = _read(csvs or results())
