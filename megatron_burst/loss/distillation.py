@@ -77,7 +77,6 @@ def class_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, *,
 
 
 @uncompiled
-@torch.no_grad()
 def top_k_log_probs(hidden: Tensor, weight: Tensor, k: int, *,
                     tp_group: dist.ProcessGroup | None = None, sequence_parallel: bool = False,
                     loss_mask: Tensor | None = None, options: LossOptions | None = None,
@@ -106,6 +105,7 @@ def top_k_log_probs(hidden: Tensor, weight: Tensor, k: int, *,
     rows = checked_rows(inputs, tp, options, settings)
     head = head_of(inputs, options, tp, rows, whole=True, invariant=invariant)
     head = replace(head, entropy=entropy)
+    hidden, weight = hidden.detach(), weight.detach()
     with tp.attempt(hidden, rows) as attempt:
         best = top_k_pass(head, hidden, weight, rows, k, attempt)
         outputs = attempt(_outputs, head, rows, best)

@@ -11,7 +11,7 @@ _UNEVEN = 17 / 16  # of a fullest block to the mean, above which ranks help each
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Share:
     """Rows of a piece whose hidden states one rank has."""
 
     rank: int
@@ -70,7 +70,7 @@ class Rows:
         first = self.block * self.count
         return slice(first + piece.start, first + piece.stop)
 
-    def parts(self, piece: slice) -> Iterator[Part]:
+    def parts(self, piece: slice) -> Iterator[Share]:
         """Which ranks have the hidden states of a piece's rows, [blocks * some]."""
         assert self.shares is not None
         some = piece.stop - piece.start
@@ -82,7 +82,7 @@ class Rows:
                 low += share
                 if begin < stop:
                     shift = block * some - start
-                    yield Part(rank, slice(begin + shift, stop + shift), slice(begin, stop))
+                    yield Share(rank, slice(begin + shift, stop + shift), slice(begin, stop))
 
     def take(self, hidden: Tensor, rows: slice) -> Tensor:
         """Some of this rank's rows [some, h], contiguous; zero where a token is left out: a NaN

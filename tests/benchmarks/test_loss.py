@@ -95,7 +95,7 @@ def test_table_and_picture(results, tmp_path):
 def test_without_names_what_can_run_is_measured(monkeypatch, capsys):
     """The others are named once, with the reason."""
     monkeypatch.setattr(loss_peers, "find_spec", lambda name: name == "megatron" or None)
-    for ranks, left_out in ((1, 4), (2, 5)):
+    for ranks, left_out in ((1, 9), (2, 11)):
         world = SimpleNamespace(size=ranks, progress=Progress(talks=True))
         usual = [peer.name for peer in usual_peers(world)]
         said = capsys.readouterr().err

@@ -160,8 +160,9 @@ def excesses(
         floor = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 5e-5}[part.hidden.dtype]
         for name, got, other, true, whole in zip(names, *lines, wholes, strict=True):
             error, usual = error_of(got, true, whole), error_of(other, true, whole)
-            # partial gradients of hidden states are rounded before ranks add them up
-            if not error <= (8 if name == "hidden" and size > 1 else 1.5) * usual + floor:
+            # ranks' parts of the hidden states' gradient are rounded before they are added up
+            parts = name == "hidden" and size > 1 and got.dtype == torch.bfloat16
+            if not error <= (8 * usual + 0.02 if parts else 1.5 * usual + floor):
                 wrong.append((seed, name, error, usual))
     return wrong
 
@@ -186,11 +187,14 @@ def tops(rank: int, size: int, device: str = "cpu") -> list[tuple[int, str, floa
                 sequence_parallel=case.sequence_parallel,
             )  # fmt: skip
         every = replace(case, ids=all_ids(case))
-        largest = by_definition(every, case.hidden, case.weight).log_probs.topk(k).indices
-        ids = largest.masked_fill(case.mask.unsqueeze(-1) == 0, -100)
-        truth = by_definition(replace(case, ids=ids), case.hidden, case.weight)
-        assert torch.equal(found.mask, case.mask != 0) and torch.equal(found.ids < 0, ids < 0)
-        for name in ("ids", "log_probs", "rest", "entropy"):
+        largest = by_definition(every, case.hidden, case.weight).log_probs.topk(k).values
+        # at the ids that were chosen: capped logits may be equal
+        truth = by_definition(replace(case, ids=found.ids), case.hidden, case.weight)
+        assert torch.equal(found.mask, case.mask != 0)
+        assert torch.equal((found.ids < 0).any(-1), case.mask == 0)
+        if not (error := error_of(truth.log_probs, largest, largest)) <= 1e-12:
+            wrong.append((seed, "largest", error))
+        for name in ("log_probs", "rest", "entropy"):
             true = getattr(truth, name).double()
             if not (error := error_of(getattr(found, name), true, true)) <= 1e-12:
                 wrong.append((seed, name, error))
