@@ -20,6 +20,7 @@ from tests.integrations.log_probs import (
 )
 from tests.ranks import run_ranks
 
+te_on_cpu = pytest.importorskip("tests.integrations.te_on_cpu")  # skips without Bridge
 if "NEMO_RL" not in os.environ:
     pytest.skip("NEMO_RL must be a clone of NeMo-RL", allow_module_level=True)
 
@@ -30,7 +31,8 @@ def packed(cp_rank: int, cp: int, shard):
     """All tokens, this rank's, and the boundaries, as NeMo-RL packs."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    rows = [torch.nn.functional.pad(x, (0, n - len(x))) for x, n in zip(documents(), PADDED)]
+    pairs = zip(documents(), PADDED, strict=True)
+    rows = [torch.nn.functional.pad(row, (0, length - len(row))) for row, length in pairs]
     parts = [shard(row[None], cp_rank, cp, seq_dim=1) for row in rows]
     ends = torch.tensor((0, *PADDED)).cumsum(0).int()
     params = PackedSeqParams(
@@ -42,6 +44,7 @@ def packed(cp_rank: int, cp: int, shard):
 
 def trained(rank, tp, cp, chunk_size):
     """Errors of log-probabilities of one pack, as a whole and by sequence, and of gradients."""
+    te_on_cpu.install()
     sys.path.insert(0, os.environ["NEMO_RL"])
     from megatron.core import parallel_state as mpu
     from nemo_rl.distributed import model_utils as nemo
@@ -62,13 +65,14 @@ def trained(rank, tp, cp, chunk_size):
             logits, tokens, ends, max(PADDED), group=tp_group, **options
         )
         by_sequence = []
-        for start, row in zip(ends.tolist(), documents()):  # SequencePackingLossWrapper
+        # as SequencePackingLossWrapper does
+        for start, row in zip(ends.tolist()[:-1], documents(), strict=True):
             length = -(-len(row) // 8) * 8
             part = logits.narrow(1, start // cp, length // cp)
             by_sequence.append(
                 nemo.from_parallel_logits_to_logprobs(part, row[None], tp_group=tp_group, **options)
             )
-        values = {"whole": torch.cat([x[: n - 1] for x, n in zip(whole, LENGTHS)]),
+        values = {"whole": torch.cat([x[: n - 1] for x, n in zip(whole, LENGTHS, strict=True)]),
                   "by_sequence": torch.cat(by_sequence, 1)[0]}  # fmt: skip
         weights = torch.linspace(-1, 1, len(values["whole"]))
         return values | {"loss": (values["whole"] * weights + values["by_sequence"]).sum()}

@@ -37,9 +37,7 @@ def with_logits(model):
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     process = MegatronEngineWithLMHead._lm_head_logits_processor
-    engine = SimpleNamespace(
-        engine_config=SimpleNamespace(entropy_from_logits_with_chunking=False)
-    )
+    engine = SimpleNamespace(engine_config=SimpleNamespace(entropy_from_logits_with_chunking=False))
     options = dict.fromkeys(("calculate_sum_pi_squared", "distillation_use_topk",
                              "distillation_only"), False)  # fmt: skip
 

@@ -22,9 +22,9 @@ from megatron_burst.loss.statistics import sum_dtype
 from megatron_burst.mcore.fused_loss import values_inside
 
 _aten = torch.ops.aten
-# operations that change how elements are addressed
+# operations that change how elements are addressed, and repeat none
 _VIEWS = frozenset((
-    _aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.permute.default,
+    _aten.alias.default, _aten.detach.default, _aten.permute.default,
     _aten.select.int, _aten.slice.Tensor, _aten.squeeze.default, _aten.squeeze.dim,
     _aten.squeeze.dims, _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default,
     _aten.view.default, _aten._unsafe_view.default,
@@ -134,10 +134,9 @@ class DeferredLogits(Tensor):
             return func(*args, **(kwargs or {}))
 
     def is_whole(self) -> bool:
-        """Whether each token has one row, and nothing was computed."""
+        """Whether it has all rows, and nothing was computed."""
         source = self.source
-        all_rows = self.numel() == torch.Size(source.shape).numel()
-        return all_rows and source.index is None and source.computed is None
+        return source.computed is None and self.numel() == torch.Size(source.shape).numel()
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -195,7 +194,7 @@ def _copied(x: DeferredLogits, func: Any, kwargs: Any) -> DeferredLogits | None:
     index = torch.empty(like.numel() // classes, dtype=torch.long, device=x.device)
     steps = [step // classes for step in like.stride()[:-1]]
     index.as_strided(like.shape[:-1], steps).copy_(x.tokens())
-    in_order = x.is_whole() and like.stride() == x.stride()
+    in_order = x.is_whole() and x.source.index is None and like.stride() == x.stride()
     source = replace(x.source, dtype=dtype, index=None if in_order else index)
     return DeferredLogits(source, like)
 
@@ -215,8 +214,7 @@ class _Defer(torch.autograd.Function):
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
             logits = call(ctx.layer, hidden, ctx.own_weight)
-        inputs = [x for x, needs in zip((hidden, ctx.own_weight), ctx.needs_input_grad, strict=False)
-                  if needs]
+        inputs = [x for x in (hidden, ctx.own_weight) if x.requires_grad]
         grads = iter(torch.autograd.grad(logits, inputs, grad))
         return *(next(grads) if needs else None for needs in ctx.needs_input_grad[:2]), None
 

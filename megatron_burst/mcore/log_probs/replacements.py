@@ -57,19 +57,18 @@ def of_slime(
     return values.log_probs.unsqueeze(-1), entropy
 
 
-def labels_of_slime(
-    original: Callable, /, T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp
-) -> Tensor:
-    """[tokens] next tokens, -100 in rows that slime takes no log-probability of."""
-    labels = original(T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp)
+def labels_of_slime(original: Callable, /, rows, device, unconcat_tokens, *lengths) -> Tensor:
+    """[rows] next tokens, -100 in rows that slime takes no log-probability of. `lengths`: of
+    documents and responses, and whether context parallelism gathers."""
+    labels = original(rows, device, unconcat_tokens, *lengths)
     if not takes_deferred():
         return labels
+    numbers = torch.arange(rows, device=device)
     extract = original.__globals__["_extract_per_sample"]
-    rows = torch.arange(T, device=device)
-    kept, _ = extract(rows, None, total_lengths, response_lengths, allgather_cp)
-    is_kept = torch.zeros_like(rows, dtype=torch.bool)
-    is_kept[torch.cat([rows[:0], *kept])] = True
-    return labels.masked_fill(~is_kept, IGNORED)
+    counted, _ = extract(numbers, None, *lengths)
+    is_counted = torch.zeros(rows, dtype=torch.bool, device=device)
+    is_counted[torch.cat([numbers[:0], *counted])] = True
+    return labels.masked_fill(~is_counted, IGNORED)
 
 
 def of_nemo_rl(original: Callable, /, cls, logits, target, *others, **named) -> Tensor:
