@@ -4,6 +4,7 @@ Guards against an operation of a framework's that is recorded wrongly, logits wi
 where something needs them, and hooks on the output layer that take its output apart.
 """
 
+import sys
 from contextlib import contextmanager
 from unittest import mock
 
@@ -211,3 +212,38 @@ def hooked(rank):
 def test_hooks_on_the_output_layer_get_a_tensor_and_no_bias():
     ((errors),) = run_ranks(hooked, 1)
     assert max(errors) == 0, errors
+
+
+FILES = {
+    "slime/utils/ppo_utils.py": "def calculate_log_probs_and_entropy(logits, tokens, tp_group, "
+    "with_entropy=False, chunk_size=-1, log_prob_keep_mask=None, with_entropy_grad=True): ...",
+    "slime/backends/megatron_utils/loss.py": "from slime.utils.ppo_utils import "
+    "calculate_log_probs_and_entropy as by_name\ndef _build_shifted_tokens(tokens): ...",
+}
+
+
+def imported(rank, folder):
+    """What a framework's module calls that imported a function by name; whether deferred logits are
+    taken before and after; and the patches that are live."""
+    from megatron_burst.mcore.launch import switch_on_automatically
+    from megatron_burst.mcore.log_probs import frameworks
+
+    switch_on_automatically()
+    before = frameworks.takes_deferred()
+    sys.path.insert(0, folder)
+    from slime.backends.megatron_utils import loss
+
+    live = [patch.target for patch in frameworks.TABLE
+            if patch.module in sys.modules and patch.live]  # fmt: skip
+    return before, frameworks.takes_deferred(), hasattr(loss.by_name, "__wrapped__"), live
+
+
+def test_one_import_replaces_functions_also_under_other_names(tmp_path):
+    """One with other parameters than the table's is left alone."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    option = {"MEGATRON_BURST": "log_probs=1"}
+    (found,) = run_ranks(imported, 1, str(tmp_path), environment=option)
+    live = ["slime.utils.ppo_utils.calculate_log_probs_and_entropy"]
+    assert found == (False, True, True, live)
