@@ -17,7 +17,7 @@ from tests.mcore.loss_model import Case, batch_of, begin, model_of
 from tests.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.numeric
-preload("megatron_burst.mcore.log_probs.head")
+preload("megatron_burst.mcore.log_probs.head", "megatron_burst.mcore.log_probs.replacements")
 
 SHARDED = Case(tp=2, sp=True)
 
@@ -72,7 +72,8 @@ CHANGES = {
 
 def recorded(rank, sharded):
     """For each change: errors of values and gradients, without logits."""
-    from megatron_burst.mcore.log_probs.deferred import DeferredLogits, log_probs_of
+    from megatron_burst.mcore.log_probs.deferred import DeferredLogits
+    from megatron_burst.mcore.log_probs.replacements import log_probs_of
 
     case = SHARDED if sharded else Case()
     begin(case)
@@ -123,6 +124,7 @@ OTHERS = {
     "largest": lambda x: x.max(-1).values,
     "a function": Squares.apply,
     "top k of scaled": lambda x: (x.transpose(0, 1) / 0.7).topk(3).values,
+    "a part in place": lambda x: (x[:, :3].div_(2), x.logsumexp(-1))[1],
     "masked in place": lambda x: x.div_(0.7).masked_fill_(x > 1, 0.0).sum(-1),
     "two uses": lambda x: x.logsumexp(-1) * x.sum(),
     "sum": lambda x: x.sum(),
