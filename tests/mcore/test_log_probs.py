@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.mcore.gpt import VOCAB
+from tests.mcore.gpt import SEQ, VOCAB
 from tests.mcore.lacking import why_not
 from tests.mcore.loss_model import Case, batch_of, begin, model_of
 from tests.ranks import preload, run_ranks
@@ -249,3 +249,44 @@ def test_one_import_replaces_functions_also_under_other_names(tmp_path):
     (found,) = run_ranks(imported, 1, str(tmp_path), environment=option)
     live = ["slime.utils.ppo_utils.calculate_log_probs_and_entropy"]
     assert found == (False, True, True, live)
+
+
+def scheduled(rank):
+    """Errors of gradients of two micro-batches in Megatron's schedule, which passes logits from the
+    step to the loss; and the dtype that its wrapper of 16-bit models makes of deferred logits."""
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+    from megatron.core.transformer.module import float16_to_fp32
+
+    from megatron_burst.mcore.log_probs.replacements import log_probs_of
+
+    def step(data, model):
+        batch = next(data)
+
+        def loss_of(logits):
+            assert (build is model_of) == (type(logits) is torch.Tensor)
+            values = log_probs_of(logits, batch["labels"]) or of_logits(logits, batch["labels"])
+            return -values[0].mean() + 0.1 * values[1].mean(), {}
+
+        return model(batch["tokens"], batch["position_ids"], None), loss_of
+
+    begin(SHARDED)
+    grads = []
+    for build in (model_of, deferring):
+        model, batch = build(SHARDED), batch_of(SHARDED)
+        with taken(), mock.patch.object(torch.cuda, "synchronize"):
+            forward_backward_no_pipelining(
+                forward_step_func=step, data_iterator=iter([batch, batch]), model=[model],
+                num_microbatches=2, seq_length=SEQ, micro_batch_size=2, forward_only=False,
+            )  # fmt: skip
+        grads.append([p.grad for p in model.parameters()])
+    with taken():
+        half = deferring(SHARDED).bfloat16()(batch["tokens"], batch["position_ids"], None)
+        wide = float16_to_fp32(half)
+        assert half.dtype == torch.bfloat16 and type(wide) is type(half)
+        assert log_probs_of(wide, batch["labels"]) is not None
+    return max(float((a - b).abs().max()) for a, b in zip(*grads, strict=True)), str(wide.dtype)
+
+
+def test_deferred_logits_pass_through_megatrons_schedule():
+    for error, dtype in run_ranks(scheduled, 2):
+        assert error < 1e-10 and dtype == "torch.float32"
