@@ -87,6 +87,7 @@ def trained(rank, tp, cp):
 
 
 @pytest.mark.parametrize("tp, cp", [(1, 1), (2, 1), (1, 2)])
-def test_log_probabilities_of_roll_make_no_logits(tp, cp):
-    for errors in run_ranks(trained, tp * cp, tp, cp):
+def test_log_probabilities_of_roll_make_no_logits(tmp_path, tp, cp):
+    logs = {"ROLL_LOG_DIR": str(tmp_path)}
+    for errors in run_ranks(trained, tp * cp, tp, cp, environment=logs):
         assert max(errors.values()) < TOLERANCE, errors
