@@ -18,8 +18,8 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 environments='
 bridge  | transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
 nemo-rl | ray transformers>=5.8,<=5.12.1 omegaconf hydra-core pyyaml tqdm six regex datasets tensorboard nvidia-modelopt megatron-energon onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2 megatron-bridge==0.6.2
-verl    | verl==0.9.1 mbridge==0.15.1 cachetools uvicorn fastapi |
-ms-swift | ms-swift[megatron]==4.6.0 mcore-bridge==1.6.5 onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2
+verl    | verl==0.9.1 mbridge==0.15.1 transformers cachetools uvicorn fastapi |
+ms-swift | ms-swift[megatron]==4.6.0 mcore-bridge==1.6.5 transformers msgspec onnxscript pydantic importlib-metadata nvdlfw-inspect nvidia-cuda-crt<13.1 nvidia-cuda-cccl<13.1 | transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 transformer-engine-torch==2.20.2
 slime   | numpy<2 transformers ray pybase64 six pyyaml httpx omegaconf wandb tensorboard |
 roll    | megatron-core==0.18.2 transformers accelerate peft |
 hf      | transformers==5.24.0 accelerate==1.15.0 trl==1.16.0 datasets peft bitsandbytes |

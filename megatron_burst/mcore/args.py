@@ -71,10 +71,6 @@ def add_flags(parser: ArgumentParser) -> None:
     group.add_argument(LOSS_FLAG, action="store_true", help="compute LM head and loss in tiles, "
                        "without ever storing all logits")  # fmt: skip
     _add_fields(group, "burst-loss", FusedLossConfig, _LOSS)
-    group.add_argument(
-        "--burst-log-probs", action="store_true", help="compute the log-probabilities of verl, "
-        "ms-swift, slime, NeMo-RL and ROLL in tiles, without ever storing all logits",
-    )  # fmt: skip
 
 
 def _tuning(text: str) -> str:

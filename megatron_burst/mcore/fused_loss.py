@@ -42,7 +42,6 @@ from megatron_burst.mcore.output_layer import (
 )
 from megatron_burst.mcore.refusals import LOSS_FLAG, names_burst, refuse
 
-
 PLAIN = ColumnParallelLinear, LazyLinear  # heads that compute `hidden @ weight.T`
 
 

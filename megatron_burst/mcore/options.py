@@ -76,6 +76,8 @@ def environment_args() -> Namespace:
 def _parsed(text: str) -> Namespace:
     parser = _OfVariable(add_help=False)
     arguments.add_flags(parser)
+    # for frameworks that build Megatron's models themselves: it has no flag
+    parser.add_argument("--burst-log-probs", action="store_true")
     flags = {
         action.dest.removeprefix("burst_"): action for action in parser._actions
         if action.dest.startswith("burst_") and action.dest not in _OF_COMMAND_LINES

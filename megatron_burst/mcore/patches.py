@@ -287,7 +287,7 @@ TABLE: tuple[Patch, ...] = (
         *(("loss", place, f"{_MCORE}.fused_loss:build_with_loss",
            f"self config {spec} {_HYBRID}", _BUILT)
           for place, spec in ((HYBRID, "hybrid_stack_spec"), (MAMBA, "mamba_stack_spec"))),
-        # applied by --burst-log-probs
+        # applied by log_probs=1 of MEGATRON_BURST
         ("log probs", GPT, f"{_MCORE}.log_probs.head:build_deferring", f"{GPT_HEAD} {GPT_TAIL}",
          _DEFERS),
         *(("log probs", place, f"{_MCORE}.log_probs.head:build_deferring",

@@ -32,8 +32,8 @@ def small_gpt(tp: int, cp: int = 1, **options):
     """Megatron's GPT in float64, which leaves its logits sharded over the vocabulary."""
     from megatron.core.models.gpt import GPTModel
 
-    from tests.mcore.packed_sample import spec_of
     from tests.mcore.gpt import Model
+    from tests.mcore.packed_sample import spec_of
 
     start(Parallel(tp=tp, cp=cp))
     config = config_of(Parallel(tp=tp, cp=cp), cp_comm_type="burst", **options)

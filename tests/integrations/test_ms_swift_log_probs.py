@@ -96,7 +96,9 @@ def trained(rank, tp):
 
     def build():
         start(Parallel(tp=tp))
-        return swift.model_of(1, cp_comm_type="burst", tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
+        return swift.model_of(
+            1, cp_comm_type="burst", tensor_model_parallel_size=tp, sequence_parallel=tp > 1
+        )
 
     return errors_of(build, run)
 

@@ -30,7 +30,7 @@ STRATEGY = "roll/distributed/strategy/megatron_strategy.py"
 PACKING = "_get_pad_factor", "_get_feature_on_this_cp_rank", "_pack_sequences"
 
 
-def model_of(cp: int, **additional):
+def model_of(cp: int, tp: int = 1, **additional):
     """mcore_adapter's model, with the additional_configs of ROLL's YAML."""
     from mcore_adapter.models.model_config import McaModelConfig
     from mcore_adapter.models.model_factory import McaGPTModel
@@ -47,28 +47,30 @@ def model_of(cp: int, **additional):
             bias_activation_fusion=False, gradient_accumulation_fusion=False,
         )  # fmt: skip
         args = DistributingParallelArguments(
-            context_parallel_size=cp, additional_configs=additional, sequence_parallel=False
-        )
+            context_parallel_size=cp, additional_configs=additional,
+            tensor_model_parallel_size=tp, sequence_parallel=tp > 1,
+        )  # fmt: skip
         config.update_with_args(args)
     config.post_init()
     torch.manual_seed(1234)
     return McaGPTModel(config, pre_process=True, post_process=True, vp_stage=None).double()
 
 
-def packing_of(gpt):
-    """The packing part of ROLL's strategy."""
+def strategy_of(gpt, *methods: str, **imported):
+    """Part of ROLL's strategy: some of its methods, and what else they call."""
     from megatron.core import mpu
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tree = ast.parse((Path(os.environ["ROLL"]) / STRATEGY).read_text())
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in PACKING]
-    names = {
+    # of the first class that has them
+    found = {n.name: n for n in reversed([*ast.walk(tree)])
+             if isinstance(n, ast.FunctionDef) and n.name in methods}  # fmt: skip
+    names = imported | {
         "torch": torch, "math": math, "mpu": mpu, "PackedSeqParams": PackedSeqParams,
         "current_platform": SimpleNamespace(device_type="cpu"),
     }  # fmt: skip
-    exec(compile(ast.Module(found, []), STRATEGY, "exec"), names)
-    methods = {name: names[name] for name in PACKING}
-    strategy = type("Strategy", (), methods)()
+    exec(compile(ast.Module([*found.values()], []), STRATEGY, "exec"), names)
+    strategy = type("MegatronInferStrategy", (), {name: names[name] for name in methods})()
     strategy.models_unwrapped = [gpt]
     return strategy
 
@@ -89,7 +91,7 @@ def packed_by_roll(rank):
     tokens = torch.stack([F.pad(x, (0, longest - len(x))) for x in documents()])
     tensor = torch.tensor
     with mock.patch.object(torch, "tensor", lambda *a, pin_memory=False, **o: tensor(*a, **o)):
-        rows, params, lengths, _ = packing_of(gpt)._pack_sequences(tokens, mask.long())
+        rows, params, lengths, _ = strategy_of(gpt, *PACKING)._pack_sequences(tokens, mask.long())
     labels = next_tokens(
         rows[0], group=parallel_state.get_context_parallel_group(), layout="zigzag-documents",
         cu_seqlens=lengths, cu_seqlens_padded=params.cu_seqlens_q_padded,

@@ -37,9 +37,7 @@ def with_logits(model):
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     process = MegatronEngineWithLMHead._lm_head_logits_processor
-    engine = SimpleNamespace(
-        engine_config=SimpleNamespace(entropy_from_logits_with_chunking=False)
-    )
+    engine = SimpleNamespace(engine_config=SimpleNamespace(entropy_from_logits_with_chunking=False))
     options = dict.fromkeys(("calculate_sum_pi_squared", "distillation_use_topk",
                              "distillation_only"), False)  # fmt: skip
 
@@ -69,7 +67,7 @@ def fused(model):
     return fused_forward_model_engine(False)(model, nested(), nested(), {}, TEMPERATURE, True, 0)
 
 
-def trained(rank, tp, cp):
+def trained(rank, tp, cp, sp):
     """Errors of a policy step's values and gradients."""
     runs = iter((with_logits, fused))
 
@@ -83,10 +81,10 @@ def trained(rank, tp, cp):
         weights = torch.linspace(-1, 1, sum(RESPONSES))
         return values | {"loss": (values["log_probs"] * weights - 0.1 * values["entropy"]).sum()}
 
-    return errors_of(lambda: small_gpt(tp, cp), run)
+    return errors_of(lambda: small_gpt(tp, cp, sequence_parallel=sp), run)
 
 
-@pytest.mark.parametrize("tp, cp", [(1, 1), (2, 1), (1, 2)])
-def test_verls_fused_forward_gives_what_its_logits_give(tp, cp):
-    for errors in run_ranks(trained, tp * cp, tp, cp):
+@pytest.mark.parametrize("tp, cp, sp", [(1, 1, False), (2, 1, True), (2, 1, False), (1, 2, False)])
+def test_verls_fused_forward_gives_what_its_logits_give(tp, cp, sp):
+    for errors in run_ranks(trained, tp * cp, tp, cp, sp):
         assert max(errors.values()) < TOLERANCE, errors

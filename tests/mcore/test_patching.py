@@ -326,6 +326,8 @@ def test_all_patches_are_listed_with_a_reason_and_fit_the_installed_megatron():
         "megatron.core.tensor_parallel.checkpoint",
         "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
         "megatron.core.models.hybrid.hybrid_model.HybridModel.__init__",
+        "megatron.core.models.gpt.gpt_model.GPTModel.__init__",
+        "megatron.core.models.hybrid.hybrid_model.HybridModel.__init__",
         "megatron.training.training.train_step",
         "megatron.training.training.training_log",
     ]

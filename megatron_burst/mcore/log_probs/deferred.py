@@ -17,25 +17,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_burst.logs import log_message
-from megatron_burst.loss.linear import TokenLogProbs
-from megatron_burst.loss.statistics import sum_dtype
-from megatron_burst.mcore.fused_loss import values_inside
 
 _aten = torch.ops.aten
-# operations that change how elements are addressed
+# operations that change how elements are addressed, and repeat none
 _VIEWS = frozenset((
-    _aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.permute.default,
+    _aten.alias.default, _aten.detach.default, _aten.permute.default,
     _aten.select.int, _aten.slice.Tensor, _aten.squeeze.default, _aten.squeeze.dim,
     _aten.squeeze.dims, _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default,
     _aten.view.default, _aten._unsafe_view.default,
 ))  # fmt: skip
 _COPIES = frozenset((_aten.clone.default, _aten._to_copy.default))
 _SCALES: dict[Any, Callable[[float, float], float]] = {
-    op: how for names, how in (
-        ("mul mul_", float.__mul__), ("div div_", float.__truediv__),
-    ) for name in names.split() for op in (getattr(_aten, name).Tensor, getattr(_aten, name).Scalar)
+    _aten.mul.Tensor: float.__mul__, _aten.mul_.Tensor: float.__mul__,
+    _aten.div.Tensor: float.__truediv__, _aten.div_.Tensor: float.__truediv__,
 }  # fmt: skip
-IGNORED = -100
 
 
 @dataclass(slots=True)
@@ -65,14 +60,12 @@ class Source:
     @property
     def rows(self) -> int:
         """Number of rows in memory."""
-        seq, batch, _ = self.shape
-        return seq * batch if self.index is None else len(self.index)
+        return self.shape[0] * self.shape[1] if self.index is None else len(self.index)
 
     def tokens(self) -> Tensor:
         """The token of each row in memory."""
-        if self.index is not None:
-            return self.index
-        return torch.arange(self.rows, device=self.hidden.device)
+        hidden, index = self.hidden, self.index
+        return torch.arange(self.rows, device=hidden.device) if index is None else index
 
     def logits(self) -> Tensor:
         """All rows in memory, [rows, vocab / tp]; without gradients."""
@@ -116,10 +109,7 @@ class DeferredLogits(Tensor):
 
     def tokens(self) -> Tensor:
         """The token, of s * b, of each row."""
-        classes = self.source.classes
-        steps = [step // classes for step in self.stride()[:-1]]
-        first = self.storage_offset() // classes
-        return self.source.tokens().as_strided(self.shape[:-1], steps, first)
+        return _rows_of(self.source.tokens(), self)
 
     def logits(self) -> Tensor:
         """The logits, computed; all tensors with this source share their memory."""
@@ -134,10 +124,9 @@ class DeferredLogits(Tensor):
             return func(*args, **(kwargs or {}))
 
     def is_whole(self) -> bool:
-        """Whether each token has one row, and nothing was computed."""
+        """Whether it has all rows, and nothing was computed."""
         source = self.source
-        all_rows = self.numel() == torch.Size(source.shape).numel()
-        return all_rows and source.index is None and source.computed is None
+        return source.computed is None and self.numel() == torch.Size(source.shape).numel()
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -153,6 +142,13 @@ class DeferredLogits(Tensor):
         return x if func._schema.is_mutable and x is not None else result
 
 
+def _rows_of(memory: Tensor, logits: Tensor) -> Tensor:
+    """What memory with one element for each row has for the rows of logits."""
+    classes = logits.shape[-1]
+    steps = [step // classes for step in logits.stride()[:-1]]
+    return memory.as_strided(logits.shape[:-1], steps, logits.storage_offset() // classes)
+
+
 def _record(x: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
     """The result of an operation without logits; None if it needs them."""
     if func in _VIEWS:
@@ -160,13 +156,14 @@ def _record(x: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLog
     if func in _COPIES:
         return _copied(x, func, kwargs)
     if func in _SCALES and isinstance(args[0], int | float) and args[0] > 0:
-        scale = _SCALES[func](x.source.scale, float(args[0]))
-        if func._schema.is_mutable:
-            x.source.scale = scale
-            return x
-        copy = _copied(x, _aten.clone.default, {})
-        copy.source.scale = scale
-        return copy
+        result: DeferredLogits | None = x
+        if not func._schema.is_mutable:
+            result = _copied(x, _aten.clone.default, {})
+        elif x.numel() != x.source.rows * x.source.classes:
+            return None  # other rows keep their scale
+        assert result is not None  # a copy in the same dtype
+        result.source.scale = _SCALES[func](x.source.scale, float(args[0]))
+        return result
     return None
 
 
@@ -186,16 +183,13 @@ def _viewed(x: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLog
 def _copied(x: DeferredLogits, func: Any, kwargs: Any) -> DeferredLogits | None:
     """A copy, perhaps in another floating dtype; None for other conversions."""
     dtype = kwargs.get("dtype") or x.dtype
-    is_same = kwargs.get("device") in (None, x.device) and kwargs.get("layout") in (
-        None, torch.strided)  # fmt: skip
-    if not is_same or dtype not in (x.dtype, torch.float32, torch.float64):
+    is_elsewhere = kwargs.get("device") not in (None, x.device)
+    if is_elsewhere or dtype not in (x.dtype, torch.float32, torch.float64):
         return None
     like = func(x.like(), **{name: value for name, value in kwargs.items() if name != "device"})
-    classes = x.source.classes
-    index = torch.empty(like.numel() // classes, dtype=torch.long, device=x.device)
-    steps = [step // classes for step in like.stride()[:-1]]
-    index.as_strided(like.shape[:-1], steps).copy_(x.tokens())
-    in_order = x.is_whole() and like.stride() == x.stride()
+    index = torch.empty(like.numel() // like.shape[-1], dtype=torch.long, device=x.device)
+    _rows_of(index, like).copy_(x.tokens())
+    in_order = x.is_whole() and x.source.index is None and like.stride() == x.stride()
     source = replace(x.source, dtype=dtype, index=None if in_order else index)
     return DeferredLogits(source, like)
 
@@ -215,8 +209,7 @@ class _Defer(torch.autograd.Function):
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
             logits = call(ctx.layer, hidden, ctx.own_weight)
-        inputs = [x for x, needs in zip((hidden, ctx.own_weight), ctx.needs_input_grad, strict=False)
-                  if needs]
+        inputs = [x for x in (hidden, ctx.own_weight) if x.requires_grad]
         grads = iter(torch.autograd.grad(logits, inputs, grad))
         return *(next(grads) if needs else None for needs in ctx.needs_input_grad[:2]), None
 
@@ -233,33 +226,6 @@ def defer(layer: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) ->
     """The logits of a call of the layer, [s, b, vocab / tp], not computed."""
     source = Source(layer, hidden, weight, hidden.dtype)
     return _Defer.apply(hidden, layer.weight if weight is None else weight, source)
-
-
-def log_probs_of(logits: Any, labels: Tensor, entropy: bool = True) -> TokenLogProbs | None:
-    """Log-probabilities of labels under deferred logits, and entropies, in the labels' shape and
-    the logits' dtype, but at least float32; None if these are real logits.
-
-    Args:
-        logits: [..., vocab / tp].
-        labels: [...] integers, -100 for rows to skip.
-    """
-    if not isinstance(logits, DeferredLogits) or logits.source.computed is not None:
-        return None
-    source, tokens = logits.source, logits.tokens().reshape(-1)
-    seq, batch, _ = source.shape
-    targets = labels.new_full((seq * batch,), IGNORED)
-    targets[tokens] = labels.reshape(-1)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-        values = values_inside(
-            source.layer, source.hidden, source.weight, targets.view(seq, batch), None,
-            source.scale, entropy,
-        )  # fmt: skip
-        log_probs, entropies, mask = (
-            None if x is None else x.reshape(-1)[tokens].view(labels.shape) for x in values
-        )
-        dtype = sum_dtype(source.dtype)
-        entropies = None if entropies is None else entropies.to(dtype)
-        return TokenLogProbs(log_probs.to(dtype), entropies, mask)
 
 
 @cache  # one line in a process for each operation

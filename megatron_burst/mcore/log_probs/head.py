@@ -31,7 +31,8 @@ class DeferredHead:
         takes deferred ones."""
         options = dict(zip(self.parameters, args, strict=False)) | kwargs
         is_plain = model.output_layer is self.layer  # no adapter around it
-        other = any(not (options.get(name) is None or options.get(name) is False) for name in _OTHER_USES)
+        values = [options.get(name) for name in _OTHER_USES]
+        other = any(value is not None and value is not False for value in values)
         self.active = is_plain and not other and frameworks.takes_deferred()
 
     def end(self, *_: Any) -> None:

@@ -9,9 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_burst.mcore.fused_loss import log_probs_and_entropy
-from megatron_burst.mcore.log_probs.deferred import IGNORED, DeferredLogits, log_probs_of
+from megatron_burst.loss.linear import TokenLogProbs
+from megatron_burst.loss.statistics import sum_dtype
+from megatron_burst.mcore.fused_loss import log_probs_and_entropy, values_inside
+from megatron_burst.mcore.log_probs.deferred import DeferredLogits
 from megatron_burst.mcore.log_probs.frameworks import takes_deferred
+
+IGNORED = -100
+
+
+def log_probs_of(logits: Any, labels: Tensor, entropy: bool = True) -> TokenLogProbs | None:
+    """Log-probabilities of labels under deferred logits, and entropies, in the labels' shape and
+    the logits' dtype, but at least float32; None if these are real logits.
+
+    Args:
+        logits: [..., vocab / tp].
+        labels: [...] integers, -100 for rows to skip.
+    """
+    if not isinstance(logits, DeferredLogits) or logits.source.computed is not None:
+        return None
+    source, tokens = logits.source, logits.tokens().reshape(-1)
+    seq, batch, _ = source.shape
+    targets = labels.new_full((seq * batch,), IGNORED)
+    targets[tokens] = labels.reshape(-1)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
+        values = values_inside(
+            source.layer, source.hidden, source.weight, targets.view(seq, batch), None,
+            source.scale, entropy,
+        )  # fmt: skip
+        log_probs, entropies, mask = (
+            None if x is None else x.reshape(-1)[tokens].view(labels.shape) for x in values
+        )
+        dtype = sum_dtype(source.dtype)
+        entropies = None if entropies is None else entropies.to(dtype)
+        return TokenLogProbs(log_probs.to(dtype), entropies, mask)
 
 
 def of_verl(original: Callable, /, *, hidden_states, context, **others) -> Any:
@@ -57,19 +88,18 @@ def of_slime(
     return values.log_probs.unsqueeze(-1), entropy
 
 
-def labels_of_slime(
-    original: Callable, /, T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp
-) -> Tensor:
-    """[tokens] next tokens, -100 in rows that slime takes no log-probability of."""
-    labels = original(T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp)
+def labels_of_slime(original: Callable, /, rows, device, unconcat_tokens, *lengths) -> Tensor:
+    """[rows] next tokens, -100 in rows that slime takes no log-probability of. `lengths`: of
+    documents and responses, and whether context parallelism gathers."""
+    labels = original(rows, device, unconcat_tokens, *lengths)
     if not takes_deferred():
         return labels
+    numbers = torch.arange(rows, device=device)
     extract = original.__globals__["_extract_per_sample"]
-    rows = torch.arange(T, device=device)
-    kept, _ = extract(rows, None, total_lengths, response_lengths, allgather_cp)
-    is_kept = torch.zeros_like(rows, dtype=torch.bool)
-    is_kept[torch.cat([rows[:0], *kept])] = True
-    return labels.masked_fill(~is_kept, IGNORED)
+    counted, _ = extract(numbers, None, *lengths)
+    is_counted = torch.zeros(rows, dtype=torch.bool, device=device)
+    is_counted[torch.cat([numbers[:0], *counted])] = True
+    return labels.masked_fill(~is_counted, IGNORED)
 
 
 def of_nemo_rl(original: Callable, /, cls, logits, target, *others, **named) -> Tensor:
