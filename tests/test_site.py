@@ -75,7 +75,7 @@ QUERIES = {  # what users type, and the page that answers
     "flash attention 3": "backends", "moe": "families/index", "slurm": "how-to/nodes",
     "packed samples": "how-to/packed", "verl": "integrations",
     "transformers": "how-to/without-megatron", "checkpoint": "start/quickstart",
-    "NaN": "how-to/checks", "zigzag": "masks", "prefix tree": "slices", "same bits": "loss",
+    "NaN": "how-to/checks", "zigzag": "masks", "prefix tree": "slices", "same bits": "how-to/rl",
 }  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def switch_on_automatically() -> None:
     if flags.wants_fused_loss(options):
         patches.apply_when_imported("loss", arguments=loss)
     if options.burst_log_probs:
-        frameworks.switch_on()
+        frameworks.replace_functions()
     first, *_ = patches.rows("attention")
     on_undo(when_imported(first.module, functools.partial(_log_active, first)))
 
@@ -199,7 +199,7 @@ def validate_flags(validate_args, /, args: Namespace, defaults=None) -> Namespac
     if has_loss:
         patches.apply("loss", arguments=(FusedLossConfig.from_args(args), False))
     if getattr(args, "burst_log_probs", False):
-        frameworks.switch_on()
+        frameworks.replace_functions()
     return validated
 
 

@@ -52,7 +52,7 @@ TABLE: tuple[Patch, ...] = _rows(
 )  # fmt: skip
 
 
-def switch_on() -> None:
+def replace_functions() -> None:
     """Have models defer their logits and frameworks take deferred ones, as both are imported. A
     function with other parameters than the table's is skipped with a log line."""
     patches.apply_when_imported("log probs")
