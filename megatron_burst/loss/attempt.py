@@ -36,10 +36,11 @@ class Attempt:
         return None
 
     def or_nan(self, result: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What was made for a collective; NaN after a failure."""
+        """What was made for a collective; NaN, or 0 as an integer, after a failure."""
         if self._failure is None and result is not None:
             return result
-        return torch.full(tuple(shape), torch.nan, dtype=dtype, device=self._device)
+        nothing = torch.nan if dtype.is_floating_point else 0
+        return torch.full(tuple(shape), nothing, dtype=dtype, device=self._device)
 
     def __enter__(self) -> "Attempt":
         return self

@@ -97,7 +97,7 @@ class GradientsInForward(torch.autograd.Function):
         if ctx.sums is None:
             raise BurstError(f"{WHO}: backward must run only once if gradients were computed in "
                              "forward, because it scales them in place; got a second backward; "
-                             "pass grads='recompute'")  # fmt: skip
+                             "pass grads='recompute', or class_log_probs to top_k_kl")  # fmt: skip
         ctx.announce()
         factor = common_factor(ctx.rows.collect(grad), ctx.row_weight)
         (dhidden, total), ctx.sums, dweight = ctx.sums, None, None
@@ -184,7 +184,7 @@ def common_factor(grad: Tensor, row_weight: Tensor) -> Tensor:
         return grad.new_ones(())
     grad, row_weight = grad.flatten(), row_weight.flatten()
     largest = row_weight.abs().argmax()  # exact if grad is a multiple of row_weight
-    weight = row_weight[largest]
-    factor = torch.where(weight != 0, grad[largest] / weight, 0)
+    weight, at_largest = (x.gather(0, largest.view(1)) for x in (row_weight, grad))
+    factor = torch.where(weight != 0, at_largest / weight, 0).view(())
     off = (grad - factor * row_weight).abs() > 1e-3 * (factor * weight).abs()
     return torch.where(off.any(), torch.nan, factor)

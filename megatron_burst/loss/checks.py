@@ -25,6 +25,7 @@ from megatron_burst.loss.supervised import (
 from megatron_burst.loss.tensor_parallel import TensorParallel, processors_of
 from megatron_burst.transforms import refuse_transforms
 
+_TOKENS_AT_ONCE, _NUMBERS_AT_ONCE = 1 << 16, 1 << 22  # that are compared
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)  # splitmix64's, signed
 
@@ -38,6 +39,7 @@ class LossInputs(NamedTuple):
     loss_mask: Tensor | None
     supervised: Supervised = "all"
     several: bool = False  # whether each token has several classes
+    teacher: tuple[Tensor, ...] = ()  # values that the loss compares with
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -119,7 +121,7 @@ def _needs_of_types(
 def _needs_of_values(
     inputs: LossInputs, tp: TensorParallel, options: LossOptions, settings: Mapping
 ) -> Iterator[Need]:
-    hidden, weight, labels, loss_mask, supervised, several = inputs
+    hidden, weight, labels, loss_mask, supervised, several, _ = inputs
     name, count = inputs.name, supervised if isinstance(supervised, SupervisedCount) else None
     shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
     dtypes = f"{hidden.dtype} and {weight.dtype}"
@@ -159,6 +161,11 @@ def _needs_of_values(
         (settings.get("grads", "auto") in ("auto", "forward", "recompute"), "grads must be auto, "
          "forward or recompute, because a misspelt value would be ignored",
          repr(settings.get("grads")), "choose one of these"),
+        (not several or labels.shape[-1:] != (0,), "ids must name at least one class, because "
+         "nothing else is computed", str(tuple(labels.shape)), "leave the call out"),
+        (not (several or "k" in settings) or options.ignore_index < 0, "ignore_index must be "
+         "negative, because ids that are not ignored are classes", options.ignore_index,
+         "leave it out"),
         (type(k := settings.get("k", 1)) is int and 1 <= k <= vocab, "k must be an integer "
          "from 1 to the number of classes, because so many of them are kept", f"{k!r} of {vocab}",
          "choose another k"),
@@ -176,7 +183,7 @@ def _needs_of_values(
 
 def _terms(inputs: LossInputs, options: LossOptions, settings: Mapping) -> dict[str, str]:
     """What must be the same on all ranks, in words."""
-    hidden, weight, _, loss_mask, supervised, _ = inputs
+    hidden, weight, _, loss_mask, supervised, *_ = inputs
     is_count = isinstance(supervised, SupervisedCount)
     return {
         **{name: str(tuple(x.shape)) for name, x in inputs.tensors.items() if name != "loss_mask"},
@@ -239,15 +246,22 @@ def _numbers(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What is compared: the tokens of each block, how many labels are wrong, whether there are more
     tokens than were counted, a hash and its complement, and a rank that failed; which are wrong."""
-    labels, loss_mask = inputs.labels, inputs.loss_mask
-    is_named, wrong = valid, wrong_classes(labels, inputs.weight.shape[0] * tp.size)
-    if inputs.several:
-        is_named = valid.unsqueeze(-1) & (labels != options.ignore_index)
-        wrong |= named_twice(labels)
-    wrong &= is_named
-    weights = (valid if loss_mask is None else loss_mask.where(valid, 0)).double()
-    classes = labels.where(is_named, 0).long().flatten()
-    hashed = digest(torch.cat((classes, weights.view(torch.int64).flatten())))
+    loss_mask, vocab, parts = inputs.loss_mask, inputs.weight.shape[0] * tp.size, []
+
+    def numbers() -> Iterator[Tensor]:
+        labels = inputs.labels.flatten(0, valid.dim() - 1).split(_TOKENS_AT_ONCE)
+        for some, is_named in zip(labels, valid.flatten().split(_TOKENS_AT_ONCE), strict=True):
+            wrong = wrong_classes(some, vocab)
+            if inputs.several:
+                is_named = is_named.unsqueeze(-1) & (some != options.ignore_index)
+                wrong |= named_twice(some)
+            parts.append(wrong & is_named)
+            yield some.where(is_named, 0)
+        yield (valid if loss_mask is None else loss_mask.where(valid, 0)).double()
+        yield from inputs.teacher
+
+    hashed = digest(numbers())
+    wrong = torch.cat(parts).view(inputs.labels.shape)
     counts = valid_counts(valid, tp.blocks)
     more = torch.zeros_like(hashed)
     if bounds is not None:
@@ -285,8 +299,14 @@ def _stays_on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def digest(x: Tensor) -> Tensor:
-    """A hash of int64 numbers and their order, on their device."""
-    x = x.flatten()
-    x = (x + torch.arange(len(x), device=x.device) * _ODD[0]) * _ODD[1]
-    return ((x ^ (x >> 29)) * _ODD[0]).sum()
+def digest(tensors: Iterable[Tensor]) -> Tensor:
+    """A hash of numbers and their order, on their device: integers, or the bits of float64."""
+    sums, first = [], 0
+    for x in tensors:
+        for some in x.flatten().split(_NUMBERS_AT_ONCE):
+            bits = some.double().view(torch.int64) if some.is_floating_point() else some.long()
+            places = torch.arange(first, first + len(bits), device=bits.device)
+            bits = (bits + places * _ODD[0]) * _ODD[1]
+            sums.append(((bits ^ (bits >> 29)) * _ODD[0]).sum())
+            first += len(bits)
+    return torch.stack(sums).sum()

@@ -92,21 +92,24 @@ def factors_of(
 
 def divergence(p: Tensor, q: Tensor, counts: Tensor) -> Tensor:
     """sum p (log p - log q) over the last axis, where it counts and p is not 0, from logarithms."""
-    counts = counts & (p > -torch.inf)
+    counts = counts & (p != -torch.inf)
     # masked before, not after: the gradient of -inf is NaN
     p, q = (x.masked_fill(~counts, 0) for x in (p, q))
     return (p.exp() * (p - q)).masked_fill(~counts, 0).sum(-1)
 
 
 class Target(NamedTuple):
-    """A teacher's log-probabilities."""
+    """A teacher's log-probabilities of each token's classes and of all others."""
 
-    log_probs: Tensor  # [blocks, tokens, k + 1], of each token's classes and of all others
+    log_probs: Tensor  # [..., k]; of rows [blocks, n, k]
+    rest: Tensor  # [...]; of rows [blocks, n]
     reverse: bool  # whether the divergence is that of the student from the teacher
 
     def of(self, rows: Rows) -> "Target":
-        """Of the rows that are computed, [blocks, n, k + 1]."""
-        return self._replace(log_probs=rows.collect(self.log_probs))
+        """Of the rows that are computed."""
+        shape = len(rows.valid), rows.tokens
+        values = self.log_probs.reshape(*shape, self.log_probs.shape[-1]), self.rest.reshape(shape)
+        return Target(*(rows.collect(x.detach()) for x in values), self.reverse)
 
     def compare(
         self, ids: Tensor, stats: Tensor, z: Tensor, weights: Tensor, piece: slice,
@@ -115,11 +118,14 @@ class Target(NamedTuple):
         """Divergences [...] of some rows, and what `factors_of` makes of their gradients, times
         weights [...]; other arguments as there."""
         log_probs, rest, *_ = probabilities(ids, stats, z, options, False)
-        is_named = torch.nn.functional.pad(ids != options.ignore_index, (0, 1), value=True)
-        with torch.enable_grad():
-            q = torch.cat((log_probs, rest.unsqueeze(-1)), -1).detach().requires_grad_()
-            pair = self.log_probs[:, piece], q
-            losses = divergence(*(reversed(pair) if self.reverse else pair), is_named)
-            (dq,) = torch.autograd.grad(losses, q, weights)
+        q = torch.cat((log_probs, rest.unsqueeze(-1)), -1)
+        p = torch.cat((self.log_probs[:, piece], self.rest[:, piece].unsqueeze(-1)), -1).to(q.dtype)
+        counts = torch.nn.functional.pad(ids != options.ignore_index, (0, 1), value=True)
+        if self.reverse:
+            losses, counts = divergence(q, p, counts), counts & (q != -torch.inf)
+            dq = q.exp() * (q - p + 1)
+        else:
+            losses, dq = divergence(p, q, counts), -p.exp()
+        dq = dq.masked_fill(~counts, 0) * weights.unsqueeze(-1)
         grads = dq[..., :-1], dq[..., -1], torch.zeros_like(rest)
-        return losses.detach(), *factors_of(ids, stats, z, options, grads)
+        return losses, *factors_of(ids, stats, z, options, grads)

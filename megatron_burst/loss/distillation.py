@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_burst.arguments import short_repr
+from megatron_burst.arguments import is_dense
 from megatron_burst.errors import Need, require
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed, held_bytes
 from megatron_burst.loss.checks import LossInputs, checked_rows
@@ -72,6 +72,7 @@ def class_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, *,
     head = replace(head, entropy=entropy, keep=keep_logits)
     log_probs, rest, entropies = Recomputed.apply(hidden, weight, rows, head)
     mask = valid_tokens(ids, loss_mask, options.ignore_index, several=True)
+    ids = ids.masked_fill(~mask.unsqueeze(-1), options.ignore_index)
     return ClassLogProbs(ids, log_probs.view(ids.shape), rest.view(mask.shape),
                          entropies.view(mask.shape) if entropy else None, mask)  # fmt: skip
 
@@ -99,7 +100,7 @@ def top_k_log_probs(hidden: Tensor, weight: Tensor, k: int, *,
     options = LossOptions() if options is None else options
     tp = TensorParallel.of(tp_group, sequence_parallel)
     shape = _tokens_of(hidden, tp)
-    labels = torch.zeros(shape, dtype=torch.long, device=hidden.device)
+    labels = torch.zeros(shape, dtype=torch.long, device=getattr(hidden, "device", None))
     inputs = LossInputs(hidden, weight, labels, loss_mask, supervised)
     settings: Mapping[str, object] = {"entropy": entropy, "invariant": invariant, "k": k}
     rows = checked_rows(inputs, tp, options, settings)
@@ -133,11 +134,15 @@ def top_k_kl(student: ClassLogProbs, teacher: ClassLogProbs | Tensor, *, reverse
         [...] in nats, 0 for ignored tokens.
     """
     require(_WHO, _of_pair(student, teacher))
-    q = torch.cat((student.log_probs, student.rest.unsqueeze(-1)), -1)
-    pair = _with_rest(teacher, student.ids).detach(), q
-    counts = torch.nn.functional.pad(student.ids >= 0, (0, 1), value=True)
-    counts &= student.mask.unsqueeze(-1)
-    return divergence(*(reversed(pair) if reverse else pair), counts)
+    q, mask = torch.cat((student.log_probs, student.rest.unsqueeze(-1)), -1), student.mask
+    if isinstance(teacher, ClassLogProbs):
+        log_probs, rest, mask = teacher.log_probs, teacher.rest, mask & teacher.mask
+    else:
+        log_probs, rest = teacher, _rest_of(teacher.masked_fill(student.ids < 0, -torch.inf))
+        rest = rest.masked_fill(student.rest == -torch.inf, -torch.inf)
+    p = torch.cat((log_probs, rest.unsqueeze(-1)), -1).detach().to(q.dtype)
+    counts = torch.nn.functional.pad(student.ids >= 0, (0, 1), value=True) & mask.unsqueeze(-1)
+    return divergence(q, p, counts) if reverse else divergence(p, q, counts)
 
 
 @uncompiled
@@ -150,7 +155,8 @@ def distillation_loss(hidden: Tensor, weight: Tensor, teacher: ClassLogProbs, *,
     """The mean or sum of `top_k_kl` over tokens, with gradients that are computed along with it: 3
     GEMMs, where `class_log_probs` has 4.
 
-    Memory is that of `linear_cross_entropy` with grads="forward". Other arguments are those of
+    Memory is that of `linear_cross_entropy` with grads="forward", and about 24 bytes for each id.
+    In fp16, whose gradients are not scaled yet, there are 4 GEMMs. Other arguments are those of
     `linear_cross_entropy`.
 
     Args:
@@ -164,29 +170,47 @@ def distillation_loss(hidden: Tensor, weight: Tensor, teacher: ClassLogProbs, *,
     hidden, weight = autocast_inputs(hidden, weight)
     options = LossOptions() if options is None else options
     tp = TensorParallel.of(tp_group, sequence_parallel)
-    ids = getattr(teacher, "ids", None)
-    inputs = LossInputs(hidden, weight, ids, loss_mask, supervised, several=True)
-    settings = {"entropy": False, "invariant": invariant, "reduction": reduction}
-    rows = checked_rows(inputs, tp, options, settings, _of_call(teacher, reduction))
+    is_teacher = isinstance(teacher, ClassLogProbs)
+    ids, *values = teacher[:3] if is_teacher else (None,)
+    inputs = LossInputs(hidden, weight, ids, loss_mask, supervised, True, tuple(values))
+    settings = {"entropy": False, "invariant": invariant, "reduction": reduction,
+                "reverse": reverse}  # fmt: skip
+    rows = checked_rows(inputs, tp, options, settings, _of_call(teacher, hidden, reduction))
     rows, weights = row_weights(rows, loss_mask, reduction, hidden.dtype, tp)
-    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
-    sums = held_bytes(weight) if needs_grad and needs_grad[1] else 0
-    head = head_of(inputs, options, tp, rows, whole=True, sum_bytes=sums, invariant=invariant)
-    p = _with_rest(teacher, teacher.ids).detach().view(len(rows.valid), rows.tokens, -1)
-    target = Target(p, reverse)
-    losses = GradientsInForward.apply(hidden, weight, weights, rows, head, target)
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    whole = needs_grad and hidden.dtype != torch.float16
+    sums = held_bytes(weight) if whole and weight.requires_grad else 0
+    head = head_of(inputs, options, tp, rows, whole, sums, invariant)
+    target = Target(*values, reverse)
+    if whole:
+        losses = GradientsInForward.apply(hidden, weight, weights, rows, head, target)
+    else:
+        log_probs, rest, _ = Recomputed.apply(hidden, weight, rows, head)
+        mask = valid_tokens(ids, loss_mask, options.ignore_index, several=True)
+        values = log_probs.view(ids.shape), rest.view(mask.shape), None, mask
+        student = ClassLogProbs(ids, *values)
+        losses = top_k_kl(student, teacher, reverse=reverse).view(weights.shape)
     return (losses * weights).sum()
 
 
-def _of_call(teacher: Any, reduction: str) -> Iterator[Need]:
-    is_whole = isinstance(teacher, ClassLogProbs)
-    yield (is_whole, "teacher must be what top_k_log_probs or class_log_probs returns, because its "
-           "ids are the classes that are compared", type(teacher).__name__,
+def _of_call(teacher: Any, hidden: Any, reduction: str) -> Iterator[Need]:
+    yield (isinstance(teacher, ClassLogProbs), "teacher must be what top_k_log_probs or "
+           "class_log_probs returns, because its ids are the classes that are compared",
+           type(teacher).__name__,
            "pass ClassLogProbs(ids, log_probs, rest, None, mask)")  # fmt: skip
-    ids, log_probs, rest = (tuple(x.shape) for x in teacher[:3])
-    yield (log_probs == ids and rest == ids[:-1], "a teacher's log-probabilities must have the "
-           "axes of its ids, and its rest those of tokens, because each class has one",
-           f"{log_probs} and {rest} for {ids}", "reshape them")  # fmt: skip
+    ids, *values, _, mask = teacher
+    tensors = ids, *values, mask
+    yield (all(map(is_dense, tensors)) and all(x.is_floating_point() for x in values),
+           "a teacher must be dense tensors, with real log-probabilities, because nothing is "
+           "converted silently", [type(x).__name__ for x in tensors], "convert them")  # fmt: skip
+    shapes = [tuple(x.shape) for x in tensors]
+    tokens = shapes[0][:-1]
+    yield (shapes == [shapes[0], shapes[0], tokens, tokens], "a teacher's log-probabilities must "
+           "have the axes of its ids, its rest and mask those of tokens, because each class has "
+           "one", shapes, "reshape them")  # fmt: skip
+    devices = {str(x.device) for x in (hidden, *tensors) if isinstance(x, Tensor)}
+    yield (len(devices) == 1, "hidden and teacher must be on one device, because one kernel reads "
+           "them", ", ".join(sorted(devices)), "move them")  # fmt: skip
     yield (reduction in ("sum", "mean"), "reduction must be sum or mean, because gradients are "
            "computed along with the loss", repr(reduction),
            "call class_log_probs and top_k_kl for a loss of each token")  # fmt: skip
@@ -197,17 +221,12 @@ def _of_pair(student: object, teacher: object) -> Iterator[Need]:
     yield (isinstance(student, ClassLogProbs) and isinstance(values, Tensor)
            and values.shape == student.ids.shape, "student and teacher must have values of the "
            "same classes of the same tokens, because these are compared",
-           f"{short_repr(student)} and {short_repr(values)}", "compute the student's "
-           "class_log_probs at the teacher's ids")  # fmt: skip
-
-
-def _with_rest(teacher: ClassLogProbs | Tensor, ids: Tensor) -> Tensor:
-    """A teacher's log-probabilities [..., k + 1], of the classes and of all others."""
-    if isinstance(teacher, ClassLogProbs):
-        log_probs, rest = teacher.log_probs, teacher.rest
-    else:
-        log_probs, rest = teacher, _rest_of(teacher.masked_fill(ids < 0, -torch.inf))
-    return torch.cat((log_probs, rest.unsqueeze(-1)), -1)
+           f"{type(student).__name__} and {getattr(values, 'shape', values)}", "compute the "
+           "student's class_log_probs at the teacher's ids")  # fmt: skip
+    yield (not isinstance(teacher, ClassLogProbs) or (
+               isinstance(teacher.rest, Tensor) and teacher.rest.shape == values.shape[:-1]),
+           "a teacher's rest must have the axes of tokens, because all other classes are compared "
+           "too", type(teacher).__name__, "pass its log_probs alone")  # fmt: skip
 
 
 def _rest_of(log_probs: Tensor) -> Tensor:

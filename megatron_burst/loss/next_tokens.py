@@ -146,4 +146,4 @@ def _digest(sample: Sample | None, like: Tensor) -> Tensor:
     if sample is None:
         return like.new_zeros(())
     bounds = (x for x in (sample.cu_seqlens, sample.padded) if x is not None)
-    return digest(torch.cat([x.to(like.device, torch.int64, non_blocking=True) for x in bounds]))
+    return digest(x.to(like.device, torch.int64, non_blocking=True) for x in bounds)

@@ -12,6 +12,8 @@ from megatron_burst.loss.rows import Rows
 from megatron_burst.loss.statistics import Stat, empty_statistics, sum_dtype
 
 _GROUP = 16  # classes whose largest logit is found first
+_MOST = 128  # groups whose members are compared
+_ROWS_AT_ONCE = 1 << 14  # for which ranks compare their classes
 
 
 class Best(NamedTuple):
@@ -48,7 +50,7 @@ def top_k_pass(
     if head.tp.size == 1:
         return best
     shape = rows.valid.numel(), min(k, len(weight))
-    return _of_all_ranks(head, best, shape, sum_dtype(hidden.dtype), k, attempt)
+    return _of_all_ranks(head, best, shape, hidden, k, attempt) if shape[0] else best
 
 
 def _best_of_chunk(head: Head, x: Tensor, weight: Tensor, rows: Rows, piece: slice, k: int,
@@ -70,7 +72,7 @@ def _largest(raw: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`raw.topk(k)`, which reads a wide tile only once: the largest are in the groups of classes
     whose own largest are. Classes of a group lie apart, so that adjacent ones are read together."""
     groups = raw.shape[1] // _GROUP
-    if groups <= k:
+    if groups <= k or k > _MOST:
         return raw.topk(k, dim=1)
     whole = groups * _GROUP
     best = raw[:, :whole].unflatten(1, (_GROUP, groups)).amax(1).topk(k, dim=1, sorted=False)
@@ -98,19 +100,28 @@ def _joined(pieces: Sequence[Best], rows: Rows, hidden: Tensor, k: int) -> Best:
 
 
 def _of_all_ranks(
-    head: Head, best: Best | None, shape: tuple[int, int], dtype: torch.dtype, k: int,
-    attempt: Attempt,
-) -> Best | None:  # fmt: skip
-    """The most probable of all ranks' classes. `shape`: of a rank's; `dtype`: of statistics."""
-    exact = torch.float64  # for both logits and ids
-    own = attempt(lambda: torch.stack((best.raw.to(exact), best.ids.to(exact))))
-    stats = attempt.or_nan(best and best.stats, (len(Stat), shape[0]), dtype)
-    whole = head.tp.combine(attempt, stats)
-    parts = head.tp.gather(attempt, attempt.or_nan(own, (2, *shape), exact))
+    head: Head, best: Best | None, shape: tuple[int, int], like: Tensor, k: int, attempt: Attempt
+) -> Best | None:
+    """The most probable of all ranks' classes. `shape`: of a rank's; `like`: has logits' dtype."""
+    dtypes = like.dtype, torch.int64, sum_dtype(like.dtype)
+    pieces: list[Best] = []
 
-    def merge() -> Best:
-        raw, ids = parts.permute(1, 2, 0, 3).flatten(2).unbind()
-        none = Best(best.raw[:, :0], best.ids[:, :0], whole)
-        return none.after(raw.to(best.raw.dtype), ids.long(), k, head)
+    def merge(raw: Tensor, ids: Tensor, stats: Tensor) -> None:
+        raw, ids = (x.movedim(0, 1).flatten(1) for x in (raw, ids))
+        pieces.append(Best(raw[:, :0], ids[:, :0], stats).after(raw, ids, k, head))
 
-    return attempt(merge)
+    for first in range(0, shape[0], _ROWS_AT_ONCE):
+        rows = slice(first, min(first + _ROWS_AT_ONCE, shape[0]))
+        count = rows.stop - first
+        shapes = (count, shape[1]), (count, shape[1]), (len(Stat), count)
+        own = attempt(lambda at=rows: (best.raw[at], best.ids[at], best.stats[:, at]))
+        raw, ids, stats = map(attempt.or_nan, own or (None,) * 3, shapes, dtypes)
+        whole = head.tp.combine(attempt, stats)
+        attempt(merge, head.tp.gather(attempt, raw), head.tp.gather(attempt, ids), whole)
+    return attempt(_stacked, pieces)
+
+
+def _stacked(pieces: Sequence[Best]) -> Best:
+    """All pieces' rows, one after another."""
+    raw, ids, stats = zip(*pieces, strict=True)
+    return Best(torch.cat(raw), torch.cat(ids), torch.cat(stats, 1))

@@ -116,8 +116,14 @@ def test_only_a_count_that_was_not_announced_waits_for_the_gpu():
             values[name, str(supervised)[:3]] = found
         first, *others = (x for (of, _), x in values.items() if of == name)
         assert all(torch.allclose(first, x, atol=1e-5) for x in others), name
+    top, labels = top_k_log_probs(hidden, weight, 8, loss_mask=mask), labels.where(mask > 0, -100)
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
+        distillation_loss(hidden, weight, top, supervised=count).backward()
+        student = class_log_probs(hidden, weight, top.ids, supervised=count)
+        top_k_kl(student, top).sum().backward()
+        linear_cross_entropy(hidden, weight, labels, supervised=count).backward()
         with pytest.raises(RuntimeError, match="synchroniz"):
             calls["tokens"](supervised="count")
     finally:

@@ -227,7 +227,7 @@ def test_a_second_backward_is_refused_where_gradients_were_scaled_in_place():
     ours = random_problem().leaves()
     loss = call(ours, grads="forward")
     loss.backward(retain_graph=True)
-    with pytest.raises(BurstError, match="backward must run only once.*pass grads='recompute'$"):
+    with pytest.raises(BurstError, match="backward must run only once.*pass grads='recompute', or"):
         loss.backward()
     again = call(ours, grads="recompute")
     again.backward(retain_graph=True)

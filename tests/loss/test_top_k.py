@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_burst import class_log_probs, distillation_loss, top_k_kl, top_k_log_probs
 from megatron_burst.errors import BurstError, DisagreementError
@@ -27,6 +28,10 @@ from tests.ranks import preload, run_ranks
 
 pytestmark = pytest.mark.numeric
 preload("megatron_burst.loss.distillation", "tests.loss.oracle")
+_GENERATOR = torch.Generator().manual_seed(5)
+H = torch.randn(3, 2, 4, generator=_GENERATOR)
+W = torch.randn(8, 4, generator=_GENERATOR)
+IDS = torch.arange(2).expand(3, 2, 2)
 CASES = 200  # of each number of ranks
 MASKS = ("all", "none", "few", "one block", "most of one block")
 
@@ -270,6 +275,90 @@ def test_gradients_along_with_the_loss_are_those_of_two_calls(size):
     assert run_ranks(distilled, size, size) == [[]] * size
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_nan_of_a_counted_token_is_not_lost(reverse):
+    top = top_k_log_probs(H, W, 2)
+    spoilt = H.clone()
+    spoilt[0] = torch.nan
+    each = top_k_kl(class_log_probs(spoilt, W, top.ids), top, reverse=reverse)
+    assert each.isnan().tolist() == [[True] * 2, [False] * 2, [False] * 2]
+    loss = distillation_loss(spoilt.requires_grad_(), W, top, reverse=reverse)
+    assert loss.isnan()
+
+
+def test_tokens_that_a_teacher_ignored_do_not_count():
+    mask = torch.tensor([[1, 0], [0, 1], [1, 1]])
+    teacher = class_log_probs(H, W, IDS, loss_mask=mask)
+    assert torch.equal(teacher.ids < 0, mask.unsqueeze(-1).expand_as(IDS) == 0)
+    each = top_k_kl(class_log_probs(H * 2, W, IDS), teacher)
+    assert torch.equal(each != 0, mask != 0)
+    loss = distillation_loss((H * 2).requires_grad_(), W, teacher, reduction="sum")
+    assert relative_error(loss, each.sum()) < 1e-6
+
+
+@pytest.mark.parametrize("where", ["no tokens", "inference", "no gradient", "fp16", "frozen"])
+def test_a_loss_without_gradients_in_forward(where):
+    top = top_k_log_probs(H[:0] if where == "no tokens" else H, W, 2)
+    hidden, weight = H[: len(top.ids)] * 2, W.clone()
+    if where == "fp16":
+        hidden, weight = hidden.half(), weight.half()
+    expected = top_k_kl(class_log_probs(hidden, weight, top.ids), top)
+    expected = expected.mean() if expected.numel() else expected.sum()
+    hidden.requires_grad_(where != "frozen")
+    context = {"inference": torch.inference_mode, "no gradient": torch.no_grad}.get(where)
+    with context() if context else nullcontext():
+        loss = distillation_loss(hidden, weight, top)
+    assert relative_error(loss, expected) < 1e-6
+    assert loss.requires_grad == (where in ("no tokens", "fp16"))
+
+
+def test_a_teachers_log_probabilities_alone_of_all_classes():
+    top = top_k_log_probs(H, W, 8)
+    student = class_log_probs(H * 2, W, top.ids)
+    assert relative_error(top_k_kl(student, top.log_probs), top_k_kl(student, top)) < 1e-6
+
+
+def test_a_checkpoint_runs_the_loss_once_in_forward():
+    calls, top = [], top_k_log_probs(H, W, 2)
+
+    def run(hidden):
+        calls.append(1)
+        return distillation_loss(hidden, W, top)
+
+    loss = checkpoint(run, H.clone().requires_grad_(), use_reentrant=False)
+    assert len(calls) == 1
+    loss.backward()
+    assert len(calls) == 2
+
+
+def differing(rank: int) -> list[str]:
+    """What each rank is told where rank 1 passes something else."""
+    top, sentences = top_k_log_probs(H, W, 2), []
+    part, group = W.chunk(2)[rank], dist.group.WORLD
+    others = (
+        ({"reverse": True}, {}), ({}, {"log_probs": top.log_probs - 1}), ({}, {"rest": None}),
+        ({}, {"log_probs": [1]}), ({"hidden": [1]}, {}),
+    )  # fmt: skip
+    for options, values in others:
+        mine, teacher = (options, top._replace(**values)) if rank else ({}, top)
+        with pytest.raises(BurstError) as raised:
+            distillation_loss(mine.pop("hidden", H), part, teacher, tp_group=group, **mine)
+        sentences.append(str(raised.value))
+    with pytest.raises(BurstError) as raised:
+        top_k_log_probs([1] if rank else H, part, 2, tp_group=group)
+    return [*sentences, str(raised.value)]
+
+
+def test_what_one_rank_passes_alone_is_refused_on_both():
+    words = ("reverse", "must be the same on all ranks", "must be dense tensors",
+             "must be dense tensors", "hidden must be a dense",
+             "hidden must be a dense")  # fmt: skip
+    for sentences in run_ranks(differing, 2, timeout_s=60):
+        assert len(sentences) == len(words)
+        for sentence, word in zip(sentences, words, strict=True):
+            assert word in sentence, sentence
+
+
 def test_all_classes_named_leaves_nothing():
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(6, 5, generator=generator).requires_grad_(), torch.eye(5)
@@ -295,8 +384,6 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(run, (hidden, weight))
 
 
-H, W = torch.randn(3, 2, 4), torch.randn(8, 4)
-IDS = torch.arange(2).expand(3, 2, 2)
 REFUSED = {
     "no axis of classes": (class_log_probs, IDS[..., 0], {}, r"ids must have.*one of classes.*'k'"),
     "a class twice": (class_log_probs, IDS * 0, {}, r"ids must be in \[0, 8\).*each once.*got \[0"),
@@ -304,6 +391,9 @@ REFUSED = {
     "reals": (class_log_probs, IDS / 1, {}, "ids must be integers"),
     "mask of ids": (class_log_probs, IDS, {"loss_mask": IDS}, "loss_mask must have the shape"),
     "a word": (class_log_probs, IDS, {"supervised": "some"}, "supervised must be.*'count' or 'al"),
+    "no classes": (class_log_probs, IDS[..., :0], {}, "ids must name at least one class"),
+    "a class to ignore": (class_log_probs, IDS, {"options": LossOptions(ignore_index=0)},
+                          "ignore_index must be negative"),
     "smoothing": (class_log_probs, IDS, {"options": LossOptions(0.1)}, "without label smoothing"),
     "no k": (top_k_log_probs, 0, {}, "k must be an integer from 1.*got 0 of 8"),
     "more than all": (top_k_log_probs, 9, {}, "k must be an integer from 1.*got 9 of 8"),
