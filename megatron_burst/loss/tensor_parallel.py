@@ -157,31 +157,23 @@ class HiddenGrad:
         cast = attempt(Tensor.to, grad, like.dtype)
         some, width = piece.stop - piece.start, like.shape[-1]
         total = attempt.or_nan(cast, (tp.blocks * some, width), like.dtype)
+        own = [(rows.own(piece), total)]
         if tp.blocks == 1:
-            work = dist.all_reduce(total, group=tp.group, async_op=True)
-            self._reductions.append(_Reduction([work], [(rows.own(piece), total)], total))
+            works = [dist.all_reduce(total, group=tp.group, async_op=True)]
         elif rows.shares is None:
-            self._reductions.append(self._scatter(rows.own(piece), total))
+            part = attempt.or_nan(
+                attempt(total.new_empty, (some, width)), (some, width), like.dtype
+            )
+            works = [dist.reduce_scatter_tensor(part, total, group=tp.group, async_op=True)]
+            own = [(rows.own(piece), part)]
         else:
-            parts = list(rows.parts(piece))
-            works = [dist.reduce(total[part.of_piece], group=tp.group, async_op=True,
-                                 group_dst=part.rank) for part in parts]  # fmt: skip
-            own = [(x.of_all, total[x.of_piece]) for x in parts if x.rank == tp.rank]
-            self._reductions.append(_Reduction(works, own, total))
+            shares = list(rows.parts(piece))
+            works = [dist.reduce(total[x.of_piece], group=tp.group, async_op=True, group_dst=x.rank)
+                     for x in shares]  # fmt: skip
+            own = [(x.of_all, total[x.of_piece]) for x in shares if x.rank == tp.rank]
+        self._reductions.append(_Reduction(works, own, total))
         if len(self._reductions) > 1:
             self._finish_oldest()
-
-    def _scatter(self, own: slice, grad: Tensor) -> "_Reduction":
-        """The reduction of a chunk to which every rank's block contributes equally many rows."""
-        rows, attempt, shape = self._rows, self._attempt, (own.stop - own.start, grad.shape[-1])
-        if rows.order is None and self._grad is not None:  # straight to its place
-            first = rows.block * rows.tokens
-            total, waiting = self._grad[own.start - first : own.stop - first], []
-        else:
-            total = attempt.or_nan(attempt(grad.new_empty, shape), shape, grad.dtype)
-            waiting = [(own, total)]
-        work = dist.reduce_scatter_tensor(total, grad, group=self._tp.group, async_op=True)
-        return _Reduction([work], waiting, grad)
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest reduction."""
