@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.passes import largest_class
 from megatron_burst.loss.tensor_parallel import TensorParallel
+from megatron_burst.mcore.log_probs.deferred import defer
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
 
 
@@ -31,14 +32,14 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     """
 
     fused_head: Any = None  # of the model
-    deferred_head: Any = None
+    defers: bool | None = None  # logits, for log-probabilities; None: it never does
 
     def __call__(self, input_, weight=None, runtime_gather_output=None):
         """As Megatron's, or lazy logits, for which FSDP gathers nothing, and no bias."""
         if self.fused_head is not None and self.fused_head.active:
             return LazyLogits(self, input_, weight), None
-        if self.deferred_head is not None and self.deferred_head.active:
-            return self.deferred_head.defer(input_, weight), None
+        if self.defers:
+            return defer(self, input_, weight), None
         return super().__call__(input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
 
