@@ -85,15 +85,15 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        def computed(x: DeferredLogits) -> Tensor:  # those with one source share their memory
+        def logits_of(x: DeferredLogits) -> Tensor:  # those with one source share their memory
             return x.source.logits(str(func)).as_strided(x.size(), x.stride(), x.storage_offset())
 
         x, kwargs = args[0], kwargs or {}
         is_deferred = isinstance(x, DeferredLogits)
-        recorded = _record(func, *args, **kwargs) if is_deferred else None
-        if recorded is not None:
-            return recorded
-        args, kwargs = tree_map_only(DeferredLogits, computed, (args, kwargs))
+        result = _record(func, *args, **kwargs) if is_deferred else None
+        if result is not None:
+            return result
+        args, kwargs = tree_map_only(DeferredLogits, logits_of, (args, kwargs))
         result = func(*args, **kwargs)
         return x if func._schema.is_mutable and is_deferred else result
 

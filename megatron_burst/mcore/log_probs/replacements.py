@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from megatron_burst.loss.linear import TokenLogProbs
-from megatron_burst.mcore.fused_loss import log_probs_and_entropy, values_inside
+from megatron_burst.loss.statistics import sum_dtype
+from megatron_burst.mcore.fused_loss import IGNORED, log_probs_and_entropy, values_inside
 from megatron_burst.mcore.log_probs.deferred import DeferredLogits
 from megatron_burst.mcore.log_probs.frameworks import takes_deferred
 
-IGNORED = -100
-
 
 def log_probs_of(logits: Any, labels: Tensor, entropy: bool = True) -> TokenLogProbs | None:
-    """Log-probabilities of labels under deferred logits, and entropies, in the labels' shape;
-    None if these are real logits.
+    """Log-probabilities of labels under deferred logits, and entropies, in the labels' shape and
+    the logits' dtype, but at least float32; None if these are real logits.
 
     Args:
         logits: [..., vocab / tp].
@@ -28,13 +27,17 @@ def log_probs_of(logits: Any, labels: Tensor, entropy: bool = True) -> TokenLogP
     if not isinstance(logits, DeferredLogits) or logits.source.computed is not None:
         return None
     source = logits.source
+
+    def rows(x: Tensor | None) -> Any:
+        return None if x is None else x.flatten()[logits.tokens].to(sum_dtype(source.dtype))
+
     targets = labels.new_full(source.shape, IGNORED)
     targets.view(-1)[logits.tokens] = labels
     with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
         values = values_inside(
             source.layer, source.hidden, source.weight, targets, None, source.scale, entropy
         )
-        return values._make(None if x is None else x.flatten()[logits.tokens] for x in values)
+        return TokenLogProbs(rows(values.log_probs), rows(values.entropy), labels != IGNORED)
 
 
 def of_verl(original: Callable, /, *, hidden_states, context, **others) -> Any:
@@ -81,11 +84,11 @@ def labels_of_slime(original: Callable, /, rows, device, unconcat_tokens, *lengt
     if not takes_deferred():
         return labels
     extract = original.__globals__["_extract_per_sample"]
-    counted, _ = extract(torch.arange(rows, device=device), None, *lengths)
-    masked = torch.full_like(labels, IGNORED)
-    for numbers in counted:
-        masked[numbers] = labels[numbers]
-    return masked
+    responses, _ = extract(torch.arange(rows, device=device), None, *lengths)
+    targets = torch.full_like(labels, IGNORED)
+    for numbers in responses:
+        targets[numbers] = labels[numbers]
+    return targets
 
 
 def of_nemo_rl(original: Callable, /, cls, logits, target, *others, **named) -> Tensor:
@@ -98,9 +101,9 @@ def rows_of_roll(original: Callable, /, self, logits, *others, **named) -> Tenso
     """Notes on deferred logits which rows count, by the mask that ROLL multiplies the result by."""
     mask = named["attention_mask"] if "attention_mask" in named else others[-1]
     if isinstance(logits, DeferredLogits) and mask is not getattr(logits, "mask", None):
-        counted = torch.nn.functional.pad(mask[:, 1:], (0, 1))
+        of_labels = torch.nn.functional.pad(mask[:, 1:], (0, 1))
         logits.mask, logits.entropy = mask, None
-        logits.ignored = self._get_feature_on_this_cp_rank(counted, "labels") == 0
+        logits.is_ignored = self._get_feature_on_this_cp_rank(of_labels, "labels") == 0
     return original(self, logits, *others, **named)
 
 
@@ -124,8 +127,8 @@ def entropy_of_roll(original: Callable, /, vocab_parallel_logits, *others, **nam
 
 def _values_of_roll(logits: Any, target: Tensor) -> TokenLogProbs | None:
     """Log-probabilities and entropies of the rows that count; notes entropies on the logits."""
-    ignored = getattr(logits, "ignored", None)
-    labels = target if ignored is None else target.masked_fill(ignored, IGNORED)
+    is_ignored = getattr(logits, "is_ignored", None)
+    labels = target if is_ignored is None else target.masked_fill(is_ignored, IGNORED)
     values = log_probs_of(logits, labels)
     if values is not None:
         logits.entropy = values.entropy
