@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron_burst.installed import minor, version_of
@@ -33,15 +34,15 @@ from megatron_burst.mcore.checks import warn_if_counts_differ
 from megatron_burst.mcore.options import burst_config_of
 from megatron_burst.mcore.output_layer import ColumnParallelLinear as LazyLinear
 from megatron_burst.mcore.output_layer import (
-    HeadMask,
     LazyLogits,
     inside,
-    masks_of_heads,
     no_logits,
     refuse_sharded,
+    weights_of_heads,
 )
 from megatron_burst.mcore.refusals import LOSS_FLAG, names_burst, refuse
 
+IGNORED = -100  # label of tokens that are left out
 PLAIN = ColumnParallelLinear, LazyLinear  # heads that compute `hidden @ weight.T`
 
 
@@ -53,7 +54,6 @@ class FusedHead:
         self.model, self.config, self.model_config = model, config, model.config
         self.layer = model.output_layer
         self.tp = TensorParallel.of(self.layer.tp_group, self.layer.sequence_parallel)
-        self.options = LossOptions(config.label_smoothing, config.z_loss, config.softcap)
         self.invariant = burst_config_of(model.config).invariant
         self.parameters = inspect.signature(model.forward).parameters
         self.loss_of = model.compute_language_model_loss
@@ -65,7 +65,7 @@ class FusedHead:
         self.mask: Tensor | None = None
         self.supervised: Supervised = "all"
         self.main_labels: Tensor | None = None
-        self.head_masks: Iterator[HeadMask] = iter(())
+        self.head_weights: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     @property
     def pg_collection(self):
@@ -90,15 +90,14 @@ class FusedHead:
         if mask is not None and mask.shape == labels.shape:
             self.mask = mask.t()
             self.supervised = count_supervised(
-                labels.t(), self.mask, ignore_index=self.options.ignore_index,
-                tp_group=self.tp.group, sequence_parallel=self.tp.sequence_parallel,
+                labels.t(), self.mask, tp_group=self.tp.group,
+                sequence_parallel=self.tp.sequence_parallel,
             )  # fmt: skip
         if self.model_config.mtp_num_layers and self.pg_collection.cp.size() > 1:
             mask = torch.ones_like(labels) if mask is None else mask
-            self.head_masks = masks_of_heads(
-                mask, self.model_config.mtp_num_layers, self.pg_collection.cp,
-                options.get("packed_seq_params"),
-            )  # fmt: skip
+            self.head_weights = weights_of_heads(
+                mask, self.model_config, self.pg_collection.cp, options.get("packed_seq_params")
+            )
 
     def with_hooks(self, forward: Callable) -> Callable:
         """A model's forward that begins and ends itself where its caller does not."""
@@ -127,7 +126,7 @@ class FusedHead:
             # labels out of range are ignored: if they count, the main loss reports them
             vocab = self.layer.output_size_per_partition * self.tp.size
             is_class = (labels >= 0) & (labels < vocab)
-            labels = torch.where(is_class, labels, self.options.ignore_index)
+            labels = torch.where(is_class, labels, IGNORED)
             # these heads' logits would all be in memory at the same time
             options |= {"grads": "recompute", "keep_logits": False}
         losses_of = partial(
@@ -137,8 +136,13 @@ class FusedHead:
         )  # fmt: skip
         loss = logits.compute(losses_of)  # type: ignore[arg-type]  # a pair only with return_lse
         loss = loss.t().contiguous()
-        head = None if is_main else next(self.head_masks, None)
-        return loss if head is None else head.normalize(loss, self.model_config)
+        factors = None if is_main else next(self.head_weights, None)
+        if factors is None:
+            return loss
+        weights, log_factor = factors
+        # no gradient passes through what Megatron does with the result, which may multiply it by 0;
+        # Megatron's class for losses beside the main one gives it the scale of those
+        return MTPLossAutoScaler.apply(loss.detach() * log_factor, weights * loss)
 
 
 def fuse_loss(model: Any, config: FusedLossConfig | None = None) -> Any:
@@ -195,8 +199,7 @@ def log_probs_and_entropy(
         scale *= config.mup_output_mult
     mask = None if loss_mask is None else loss_mask.t()
     values = values_inside(output_layer, hidden_states, output_weight, targets, mask, scale)
-    assert values.entropy is not None  # computed by default
-    return TokenLogProbs(values.log_probs.t(), values.entropy.t(), values.mask.t())
+    return TokenLogProbs._make(None if x is None else x.t() for x in values)
 
 
 def values_inside(
@@ -205,20 +208,19 @@ def values_inside(
 ) -> TokenLogProbs:  # fmt: skip
     """`token_log_probs` of [s, b] labels inside the call of an output layer. `weight`: as in a call
     of the layer; `scale`: factor of its logits."""
-    options = LossOptions(logit_scale=scale)
     tp = layer.tp_group
 
     def values_of(hidden: Tensor, weight: Tensor) -> Tensor:
         values = token_log_probs(
-            hidden, weight, labels, tp_group=tp, loss_mask=loss_mask, options=options,
-            sequence_parallel=layer.sequence_parallel and tp.size() > 1, entropy=entropy,
-            keep_logits=False,  # many may wait for backward
+            hidden, weight, labels, tp_group=tp, loss_mask=loss_mask, entropy=entropy,
+            sequence_parallel=layer.sequence_parallel and tp.size() > 1,
+            options=LossOptions(logit_scale=scale), keep_logits=False,  # many wait for backward
             invariant=burst_config_of(layer.config).invariant,
         )  # fmt: skip
-        return torch.stack([x for x in (values.log_probs, values.entropy) if x is not None])
+        return torch.stack([x for x in values[:2] if x is not None])
 
     values = inside(layer, values_of, hidden, weight)
-    mask = valid_tokens(labels, loss_mask, options.ignore_index)
+    mask = valid_tokens(labels, loss_mask, IGNORED)
     return TokenLogProbs(values[0], values[1] if entropy else None, mask)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron_burst.errors import BurstError
 from megatron_burst.loss.passes import largest_class
 from megatron_burst.loss.tensor_parallel import TensorParallel
+from megatron_burst.mcore.log_probs.deferred import defer
 from megatron_burst.mcore.refusals import LOSS_FLAG as WHO
 
 
@@ -31,14 +32,14 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     """
 
     fused_head: Any = None  # of the model
-    deferred_head: Any = None
+    defers: bool | None = None  # logits, for log-probabilities; None: it never does
 
     def __call__(self, input_, weight=None, runtime_gather_output=None):
         """As Megatron's, or lazy logits, for which FSDP gathers nothing, and no bias."""
         if self.fused_head is not None and self.fused_head.active:
             return LazyLogits(self, input_, weight), None
-        if self.deferred_head is not None and self.deferred_head.active:
-            return self.deferred_head.defer(input_, weight), None
+        if self.defers:
+            return defer(self, input_, weight), None
         return super().__call__(input_, weight=weight, runtime_gather_output=runtime_gather_output)
 
 
@@ -126,41 +127,17 @@ def no_logits(must: str, got: object) -> BurstError:
     return BurstError(f"{WHO}: {must}; got {got}; leave that out, or --burst-fused-loss")
 
 
-@dataclass(frozen=True, slots=True)
-class HeadMask:
-    """Labels of one head of multi-token prediction, where several context-parallel ranks have them.
+def weights_of_heads(mask: Tensor, config: Any, group: dist.ProcessGroup, packed_seq_params: Any
+                     ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """For each head of multi-token prediction, the weights [b, s] of its losses, and the factor of
+    what Megatron logs of them, with which both are those of one rank.
 
-    Megatron divides by a rank's own number of them, up to the commit d98e8a6 of main
-    (core/transformer/multi_token_prediction.py:885, 891), and then averages over ranks.
+    Megatron divides by a context-parallel rank's own number of labels, up to the commit d98e8a6 of
+    main (core/transformer/multi_token_prediction.py:885, 891), and then averages over ranks. One
+    all-reduce for the counts of all heads.
     """
-
-    mask: Tensor  # [b, s], shifted as the head's labels are
-    local: Tensor  # this rank's number of labels
-    total: Tensor  # that of all ranks
-    main: Tensor  # that of the main head, on all ranks
-    ranks: int
-
-    def normalize(self, losses: Tensor, config: Any) -> Tensor:
-        """Losses [b, s] whose gradient, and what Megatron logs of them, are those of one rank.
-
-        The gradient does not pass through what Megatron does with the result, which may multiply it
-        by 0. Megatron's class for losses beside the main one gives it the scale of those.
-        """
-        total = self.total.clamp(min=1)
-        weighted = config.mtp_loss_scaling_factor / config.mtp_num_layers * self.mask * losses
-        if not config.calculate_per_token_loss:
-            weighted = weighted * self.ranks / total
-        elif hasattr(mtp, "process_mtp_loss"):  # 0.16 does not weight them as the main losses
-            weighted = weighted * (self.main / total)
-        logged = losses.detach() * (self.local.clamp(min=1) * self.ranks / total)
-        return mtp.MTPLossAutoScaler.apply(logged, weighted)
-
-
-def masks_of_heads(mask: Tensor, heads: int, group: dist.ProcessGroup, packed_seq_params: Any
-                   ) -> Iterator[HeadMask]:  # fmt: skip
-    """Each head's mask; one all-reduce for the counts of all."""
     masks = [mask]
-    for _ in range(heads):
+    for _ in range(config.mtp_num_layers):
         rolled, _count = mtp.roll_tensor(
             masks[-1], shifts=-1, dims=-1, cp_group=group, packed_seq_params=packed_seq_params
         )
@@ -168,5 +145,11 @@ def masks_of_heads(mask: Tensor, heads: int, group: dist.ProcessGroup, packed_se
     local = torch.stack([mask.sum() for mask in masks])
     total = local.clone()
     dist.all_reduce(total, group=group)
-    for head in range(1, 1 + heads):
-        yield HeadMask(masks[head], local[head], total[head], total[0], group.size())
+    per_rank = group.size() / total.clamp(min=1)
+    scales = torch.full_like(per_rank, config.mtp_loss_scaling_factor / config.mtp_num_layers)
+    if not config.calculate_per_token_loss:
+        scales = scales * per_rank
+    elif hasattr(mtp, "process_mtp_loss"):  # 0.16 does not weight them as the main losses
+        scales = scales * total[0] / total.clamp(min=1)
+    log_factors = local.clamp(min=1) * per_rank
+    yield from ((scales[head] * masks[head], log_factors[head]) for head in range(1, len(masks)))

@@ -6,7 +6,6 @@ which they were.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,16 +20,12 @@ from megatron_burst.logs import log_message
 _aten = torch.ops.aten
 # operations that change how elements are addressed, and repeat none
 _VIEWS = frozenset((
-    _aten.alias.default, _aten.detach.default, _aten.permute.default,
-    _aten.select.int, _aten.slice.Tensor, _aten.squeeze.default, _aten.squeeze.dim,
-    _aten.squeeze.dims, _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default,
-    _aten.view.default, _aten._unsafe_view.default,
+    _aten.alias.default, _aten.detach.default, _aten.slice.Tensor, _aten.squeeze.dim,
+    _aten.transpose.int, _aten.unsqueeze.default,
 ))  # fmt: skip
 _COPIES = frozenset((_aten.clone.default, _aten._to_copy.default))
-_SCALES: dict[Any, Callable[[float, float], float]] = {
-    _aten.mul.Tensor: float.__mul__, _aten.mul_.Tensor: float.__mul__,
-    _aten.div.Tensor: float.__truediv__, _aten.div_.Tensor: float.__truediv__,
-}  # fmt: skip
+# which power of their argument logits are multiplied by
+_SCALES = {_aten.mul.Tensor: 1, _aten.div.Tensor: -1, _aten.div_.Tensor: -1}
 
 
 @dataclass(slots=True)
@@ -40,41 +35,19 @@ class Source:
     layer: ColumnParallelLinear
     hidden: Tensor  # [s, b, h], or a tensor-parallel rank's part of s
     weight: Tensor | None  # as in a call of the layer; None: its own
+    shape: torch.Size  # [s, b] of the layer's output
     dtype: torch.dtype  # of the logits
+    tokens: Tensor  # [...] which of s * b each row in memory is of; contiguous
     scale: float = 1.0
-    index: Tensor | None = None  # token, of s * b, of each row in memory; None: in their order
-    computed: Tensor | None = None  # [rows, vocab / tp], once an operation needed them
+    computed: Tensor | None = None  # [..., vocab / tp], once an operation needed them
 
-    @property
-    def classes(self) -> int:
-        """This rank's part of the vocabulary."""
-        return self.layer.output_size_per_partition
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """[s, b, vocab / tp] of the layer's output."""
-        seq, batch, _ = self.hidden.shape
-        ranks = self.layer.tp_group.size() if self.layer.sequence_parallel else 1
-        return seq * ranks, batch, self.classes
-
-    @property
-    def rows(self) -> int:
-        """Number of rows in memory."""
-        return self.shape[0] * self.shape[1] if self.index is None else len(self.index)
-
-    def tokens(self) -> Tensor:
-        """The token of each row in memory."""
-        hidden, index = self.hidden, self.index
-        return torch.arange(self.rows, device=hidden.device) if index is None else index
-
-    def logits(self) -> Tensor:
-        """All rows in memory, [rows, vocab / tp]; without gradients."""
+    def logits(self, operation: str) -> Tensor:
+        """All logits in memory, without gradients."""
         if self.computed is None:
+            _log_why(operation)
             with torch.no_grad():
-                rows = call(self.layer, self.hidden, self.weight).reshape(-1, self.classes)
-                rows = rows if self.index is None else rows[self.index]
-                rows = rows.to(self.dtype)
-                self.computed = rows if self.scale == 1 else rows * self.scale
+                rows = call(self.layer, self.hidden, self.weight).flatten(0, 1)
+                self.computed = rows[self.tokens].to(self.dtype).mul_(self.scale)
         return self.computed
 
 
@@ -90,108 +63,67 @@ class DeferredLogits(Tensor):
     """
 
     source: Source
+    tokens: Tensor  # [...] the token, of s * b, of each row; a view of the source's
 
     @staticmethod
-    def __new__(cls, source: Source, like: Tensor) -> "DeferredLogits":
-        """`like`: a tensor on the meta device with size, strides and offset."""
+    def __new__(cls, source: Source, tokens: Tensor) -> "DeferredLogits":
+        classes = source.layer.output_size_per_partition
+        steps = [step * classes for step in tokens.stride()]
         logits = Tensor._make_wrapper_subclass(
-            cls, like.size(), strides=like.stride(), storage_offset=like.storage_offset(),
-            dtype=source.dtype, device=source.hidden.device,
+            cls, (*tokens.shape, classes), strides=(*steps, 1), dtype=source.dtype,
+            storage_offset=tokens.storage_offset() * classes, device=tokens.device,
         )  # fmt: skip
-        logits.source = source
+        logits.source, logits.tokens = source, tokens
         return logits
-
-    def like(self) -> Tensor:
-        """A tensor on the meta device that addresses its memory as this one does."""
-        elements = self.source.rows * self.source.classes
-        memory = torch.empty(elements, dtype=self.dtype, device="meta")
-        return memory.as_strided(self.size(), self.stride(), self.storage_offset())
-
-    def tokens(self) -> Tensor:
-        """The token, of s * b, of each row."""
-        return _rows_of(self.source.tokens(), self)
-
-    def logits(self) -> Tensor:
-        """The logits, computed; all tensors with this source share their memory."""
-        memory = self.source.logits()
-        return memory.as_strided(self.size(), self.stride(), self.storage_offset())
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            if func is Tensor.sum and len(args) == 1 and not kwargs and args[0].is_whole():
+            if func is Tensor.sum and len(args) == 1 and not kwargs and _is_whole(args[0]):
                 return _sum(args[0])
             return func(*args, **(kwargs or {}))
 
-    def is_whole(self) -> bool:
-        """Whether it has all rows, and nothing was computed."""
-        source = self.source
-        return source.computed is None and self.numel() == torch.Size(source.shape).numel()
-
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        x = args[0] if args and isinstance(args[0], DeferredLogits) else None
-        if x is None or x.source.computed is None:
-            recorded = None if x is None else _record(x, func, args[1:], kwargs)
-            if recorded is not None:
-                return recorded
-            _log_why(str(func))
-        real_args, real_kwargs = tree_map_only(DeferredLogits, cls.logits, (args, kwargs))
-        result = func(*real_args, **real_kwargs)
-        return x if func._schema.is_mutable and x is not None else result
+        def logits_of(x: DeferredLogits) -> Tensor:  # those with one source share their memory
+            return x.source.logits(str(func)).as_strided(x.size(), x.stride(), x.storage_offset())
+
+        x, kwargs = args[0], kwargs or {}
+        is_deferred = isinstance(x, DeferredLogits)
+        result = _record(func, *args, **kwargs) if is_deferred else None
+        if result is not None:
+            return result
+        args, kwargs = tree_map_only(DeferredLogits, logits_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        return x if func._schema.is_mutable and is_deferred else result
 
 
-def _rows_of(memory: Tensor, logits: Tensor) -> Tensor:
-    """What memory with one element for each row has for the rows of logits."""
-    classes = logits.shape[-1]
-    steps = [step // classes for step in logits.stride()[:-1]]
-    return memory.as_strided(logits.shape[:-1], steps, logits.storage_offset() // classes)
-
-
-def _record(x: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
+def _record(func: Any, x: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
     """The result of an operation without logits; None if it needs them."""
-    if func in _VIEWS:
-        return _viewed(x, func, args, kwargs)
-    if func in _COPIES:
-        return _copied(x, func, kwargs)
-    if func in _SCALES and isinstance(args[0], int | float) and args[0] > 0:
-        result: DeferredLogits | None = x
-        if not func._schema.is_mutable:
-            result = _copied(x, _aten.clone.default, {})
-        elif x.numel() != x.source.rows * x.source.classes:
-            return None  # other rows keep their scale
-        assert result is not None  # a copy in the same dtype
-        result.source.scale = _SCALES[func](x.source.scale, float(args[0]))
-        return result
-    return None
-
-
-def _viewed(x: DeferredLogits, func: Any, args: Any, kwargs: Any) -> DeferredLogits | None:
-    """A view of whole rows; None if it is something else."""
-    classes = x.source.classes
-    try:
-        view = func(x.like(), *args, **kwargs)
-    except RuntimeError:  # raised again with the logits
+    if x.source.computed is not None:
         return None
-    steps = [step for n, step in zip(view.shape, view.stride(), strict=True) if n != 1]
-    has_rows = view.dim() > 0 and view.shape[-1] == classes and view.stride(-1) == 1
-    by_row = all(step % classes == 0 for step in [*steps[:-1], view.storage_offset()])
-    return DeferredLogits(x.source, view) if has_rows and by_row else None
-
-
-def _copied(x: DeferredLogits, func: Any, kwargs: Any) -> DeferredLogits | None:
-    """A copy, perhaps in another floating dtype; None for other conversions."""
-    dtype = kwargs.get("dtype") or x.dtype
-    is_elsewhere = kwargs.get("device") not in (None, x.device)
-    if is_elsewhere or dtype not in (x.dtype, torch.float32, torch.float64):
+    if func in _VIEWS:  # of whole rows: what it does with the token of each element
+        view = func(x.tokens.unsqueeze(-1).expand(x.shape), *args, **kwargs)
+        has_rows = (view.shape[-1:], view.stride()[-1:]) == (x.shape[-1:], (0,))
+        return DeferredLogits(x.source, view[..., 0]) if has_rows else None
+    dtype = kwargs.pop("dtype", x.dtype)
+    is_copy = func in _COPIES and kwargs.keys() <= {"memory_format"}
+    if is_copy and dtype in (x.dtype, torch.float32):
+        return _copied(x, dtype)
+    if func not in _SCALES or not isinstance(args[0], int | float) or args[0] <= 0:
         return None
-    like = func(x.like(), **{name: value for name, value in kwargs.items() if name != "device"})
-    index = torch.empty(like.numel() // like.shape[-1], dtype=torch.long, device=x.device)
-    _rows_of(index, like).copy_(x.tokens())
-    in_order = x.is_whole() and x.source.index is None and like.stride() == x.stride()
-    source = replace(x.source, dtype=dtype, index=None if in_order else index)
-    return DeferredLogits(source, like)
+    if not func._schema.is_mutable:
+        x = _copied(x, x.dtype)
+    elif x.tokens.numel() != x.source.tokens.numel():
+        return None  # other rows keep their scale
+    x.source.scale *= args[0] ** _SCALES[func]
+    return x
+
+
+def _copied(x: DeferredLogits, dtype: torch.dtype) -> DeferredLogits:
+    """A contiguous copy."""
+    tokens = x.tokens.clone(memory_format=torch.contiguous_format)
+    return DeferredLogits(replace(x.source, dtype=dtype, tokens=tokens), tokens)
 
 
 class _Defer(torch.autograd.Function):
@@ -201,17 +133,21 @@ class _Defer(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, source: Source) -> Tensor:
         ctx.layer, ctx.own_weight = source.layer, weight  # whose attributes Megatron reads
         ctx.save_for_backward(hidden)
-        return DeferredLogits(source, torch.empty(source.shape, dtype=source.dtype, device="meta"))
+        return DeferredLogits(source, source.tokens)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (hidden,) = ctx.saved_tensors
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors[0].detach().requires_grad_(), ctx.own_weight
         with torch.enable_grad():
-            hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
-            logits = call(ctx.layer, hidden, ctx.own_weight)
-        inputs = [x for x in (hidden, ctx.own_weight) if x.requires_grad]
-        grads = iter(torch.autograd.grad(logits, inputs, grad))
-        return *(next(grads) if needs else None for needs in ctx.needs_input_grad[:2]), None
+            logits = call(ctx.layer, hidden, weight)
+        inputs = (hidden, weight) if weight.requires_grad else (hidden,)
+        return (*torch.autograd.grad(logits, inputs, grad), None, None)[:3]
+
+
+def _is_whole(logits: DeferredLogits) -> bool:
+    """Whether it has all rows, and nothing was computed."""
+    source = logits.source
+    return source.computed is None and logits.tokens.numel() == source.shape.numel()
 
 
 def _sum(logits: DeferredLogits) -> Tensor:
@@ -224,7 +160,10 @@ def _sum(logits: DeferredLogits) -> Tensor:
 
 def defer(layer: ColumnParallelLinear, hidden: Tensor, weight: Tensor | None) -> Tensor:
     """The logits of a call of the layer, [s, b, vocab / tp], not computed."""
-    source = Source(layer, hidden, weight, hidden.dtype)
+    ranks = layer.tp_group.size() if layer.sequence_parallel else 1
+    shape = torch.Size((hidden.shape[0] * ranks, hidden.shape[1]))
+    tokens = torch.arange(shape.numel(), device=hidden.device).view(shape)
+    source = Source(layer, hidden, weight, shape, hidden.dtype, tokens)
     return _Defer.apply(hidden, layer.weight if weight is None else weight, source)
 
 

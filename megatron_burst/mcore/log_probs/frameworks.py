@@ -16,8 +16,8 @@ _SLIME = "slime.backends.megatron_utils.loss"
 _NEMO = "nemo_rl.distributed.model_utils"
 _ROLL = "roll.distributed.strategy.megatron_strategy:MegatronInferStrategy"
 _TERMINAL = "computes log-probabilities from logits"
+_HIDDEN = "computes log-probabilities from hidden states"
 _ROWS = "says of which rows log-probabilities are taken, so that others are skipped"
-VERL = "verl"
 
 
 def _rows(*rows: tuple[str, str, str, str, str]) -> tuple[Patch, ...]:
@@ -29,8 +29,8 @@ def _rows(*rows: tuple[str, str, str, str, str]) -> tuple[Patch, ...]:
 
 
 TABLE: tuple[Patch, ...] = _rows(
-    (VERL, "verl.models.mcore.model_forward_fused:fused_output_processor", "of_verl",
-     "hidden_states output_layer output_weight labels context config _ignored", _TERMINAL),
+    ("verl", "verl.models.mcore.model_forward_fused:fused_output_processor", "of_verl",
+     "hidden_states output_layer output_weight labels context config _ignored", _HIDDEN),
     ("ms-swift", "swift.megatron.trainers.vocab_parallel_utils:"
      "compute_logps_and_entropy_from_logits", "of_ms_swift",
      "logits labels compute_entropy entropy_chunk_size", _TERMINAL),
@@ -61,9 +61,6 @@ def replace_functions() -> None:
 
 
 def takes_deferred() -> bool:
-    """Whether a function that takes deferred logits has been replaced; verl's takes hidden
-    states."""
-    return any(
-        patch.module in sys.modules and patch.live
-        for patch in TABLE if patch.group != VERL and patch.why is _TERMINAL
-    )  # fmt: skip
+    """Whether a function that takes deferred logits has been replaced."""
+    terminal = (patch for patch in TABLE if patch.why is _TERMINAL)
+    return any(patch.module in sys.modules and patch.live for patch in terminal)
