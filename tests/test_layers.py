@@ -311,8 +311,8 @@ BESIDE = {  # enums and machinery in the same modules
 }  # fmt: skip
 MOST = {  # modules, lines, lines of code with imports, and without
     "reading path": (53, 9450, 6205, 5665),
-    "trainer": (184, 28440, 18990, 17100),
-    "package": (248, 37830, 25710, 23120),
+    "trainer": (194, 29795, 19905, 17925),
+    "package": (258, 39190, 26630, 23950),
 }
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
