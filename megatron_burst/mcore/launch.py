@@ -116,7 +116,7 @@ def switch_on_automatically() -> None:
     patches.apply_when_imported("attention", "layers", *["invariant"] * burst.invariant)
     if flags.wants_fused_loss(options):
         patches.apply_when_imported("loss", arguments=loss)
-    if options.burst_log_probs:
+    if getattr(options, "burst_log_probs", False):
         frameworks.replace_functions()
     first, *_ = patches.rows("attention")
     on_undo(when_imported(first.module, functools.partial(_log_active, first)))

@@ -4,7 +4,7 @@ Nothing here loads Megatron.
 """
 
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -77,7 +77,7 @@ def _parsed(text: str) -> Namespace:
     parser = _OfVariable(add_help=False)
     arguments.add_flags(parser)
     # for frameworks that build Megatron's models themselves: it has no flag
-    parser.add_argument("--burst-log-probs", action="store_true")
+    parser.add_argument("--burst-log-probs", action="store_true", default=SUPPRESS)
     flags = {
         action.dest.removeprefix("burst_"): action for action in parser._actions
         if action.dest.startswith("burst_") and action.dest not in _OF_COMMAND_LINES
