@@ -14,7 +14,7 @@ from megatron_burst.comm.store import TP
 from megatron_burst.errors import BurstError, DisagreementError, Need, unmet_needs
 from megatron_burst.loss.attempt import failed_elsewhere
 from megatron_burst.loss.autograd import held_bytes
-from megatron_burst.loss.rows import Rows, named_twice, wrong_classes
+from megatron_burst.loss.rows import Rows, wrong_classes, wrong_ids
 from megatron_burst.loss.statistics import WHO, LossOptions
 from megatron_burst.loss.supervised import (
     Supervised,
@@ -251,10 +251,11 @@ def _numbers(
     def numbers() -> Iterator[Tensor]:
         labels = inputs.labels.flatten(0, valid.dim() - 1).split(_TOKENS_AT_ONCE)
         for some, is_named in zip(labels, valid.flatten().split(_TOKENS_AT_ONCE), strict=True):
-            wrong = wrong_classes(some, vocab)
             if inputs.several:
                 is_named = is_named.unsqueeze(-1) & (some != options.ignore_index)
-                wrong |= named_twice(some)
+                wrong = wrong_ids(some, vocab, options.ignore_index)
+            else:
+                wrong = wrong_classes(some, vocab)
             parts.append(wrong & is_named)
             yield some.where(is_named, 0)
         yield (valid if loss_mask is None else loss_mask.where(valid, 0)).double()

@@ -9,14 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_burst.loss.rows import Rows, named_twice, wrong_classes
+from megatron_burst.loss.rows import Rows
 from megatron_burst.loss.statistics import Factor, LossOptions, Stat, logits, raw_gradient
-
-
-def wrong(ids: Tensor, vocab: int, ignore_index: int) -> Tensor:
-    """Which tokens [...] name with ids [..., k] a class that does not exist, or one twice."""
-    is_named = ids != ignore_index
-    return (is_named & (wrong_classes(ids, vocab) | named_twice(ids))).any(-1)
 
 
 def merge_others(kernels: Any, stats: Tensor, raw: Tensor, columns: Tensor, options: LossOptions,
@@ -90,6 +84,11 @@ def factors_of(
     return factors, raw_gradient(dz, z, options)
 
 
+def with_rest(log_probs: Tensor, rest: Tensor) -> Tensor:
+    """Values [..., k + 1] of classes [..., k] and of all others [...]."""
+    return torch.cat((log_probs, rest.unsqueeze(-1)), -1)
+
+
 def divergence(p: Tensor, q: Tensor, counts: Tensor) -> Tensor:
     """sum p (log p - log q) over the last axis, where it counts and p is not 0, from logarithms."""
     counts = counts & (p != -torch.inf)
@@ -118,8 +117,8 @@ class Target(NamedTuple):
         """Divergences [...] of some rows, and what `factors_of` makes of their gradients, times
         weights [...]; other arguments as there."""
         log_probs, rest, *_ = probabilities(ids, stats, z, options, False)
-        q = torch.cat((log_probs, rest.unsqueeze(-1)), -1)
-        p = torch.cat((self.log_probs[:, piece], self.rest[:, piece].unsqueeze(-1)), -1).to(q.dtype)
+        q = with_rest(log_probs, rest)
+        p = with_rest(self.log_probs[:, piece], self.rest[:, piece]).to(q.dtype)
         counts = torch.nn.functional.pad(ids != options.ignore_index, (0, 1), value=True)
         if self.reverse:
             losses, counts = divergence(q, p, counts), counts & (q != -torch.inf)

@@ -16,7 +16,7 @@ from megatron_burst.arguments import is_dense
 from megatron_burst.errors import Need, require
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed, held_bytes
 from megatron_burst.loss.checks import LossInputs, checked_rows
-from megatron_burst.loss.classes import Target, divergence, probabilities
+from megatron_burst.loss.classes import Target, divergence, probabilities, with_rest
 from megatron_burst.loss.linear import head_of, row_weights
 from megatron_burst.loss.passes import Head
 from megatron_burst.loss.rows import Rows
@@ -134,13 +134,13 @@ def top_k_kl(student: ClassLogProbs, teacher: ClassLogProbs | Tensor, *, reverse
         [...] in nats, 0 for ignored tokens.
     """
     require(_WHO, _of_pair(student, teacher))
-    q, mask = torch.cat((student.log_probs, student.rest.unsqueeze(-1)), -1), student.mask
+    q, mask = with_rest(student.log_probs, student.rest), student.mask
     if isinstance(teacher, ClassLogProbs):
         log_probs, rest, mask = teacher.log_probs, teacher.rest, mask & teacher.mask
     else:
         log_probs, rest = teacher, _rest_of(teacher.masked_fill(student.ids < 0, -torch.inf))
         rest = rest.masked_fill(student.rest == -torch.inf, -torch.inf)
-    p = torch.cat((log_probs, rest.unsqueeze(-1)), -1).detach().to(q.dtype)
+    p = with_rest(log_probs, rest).detach().to(q.dtype)
     counts = torch.nn.functional.pad(student.ids >= 0, (0, 1), value=True) & mask.unsqueeze(-1)
     return divergence(q, p, counts) if reverse else divergence(p, q, counts)
 

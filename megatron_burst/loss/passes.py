@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_burst.loss import classes, statistics
 from megatron_burst.loss.attempt import Attempt
 from megatron_burst.loss.classes import Target
-from megatron_burst.loss.rows import Rows, wrong_classes
+from megatron_burst.loss.rows import Rows, wrong_classes, wrong_ids
 from megatron_burst.loss.statistics import Factor, LossOptions, Stat, sum_dtype
 from megatron_burst.loss.tensor_parallel import HiddenGrad, TensorParallel
 from megatron_burst.loss.tiles import Tiles, choose_tiles
@@ -227,7 +227,7 @@ def _chunk_statistics(
     if z is None:
         wrong = wrong_classes(labels, head.vocab)
     else:
-        wrong = classes.wrong(labels, head.vocab, head.options.ignore_index)
+        wrong = wrong_ids(labels, head.vocab, head.options.ignore_index).any(-1)
     stats[Stat.TARGET].masked_fill_((valid & wrong).flatten(), torch.nan)
     for _, raw, targets in tiles_of(head, x, weight, rows, piece, buffer):
         if z is None:

@@ -144,11 +144,12 @@ def wrong_classes(labels: Tensor, vocab: int) -> Tensor:
     return (labels < 0) | (labels >= vocab)
 
 
-def named_twice(ids: Tensor) -> Tensor:
-    """Which of [..., k] classes come again after another place that names them."""
+def wrong_ids(ids: Tensor, vocab: int, ignore_index: int) -> Tensor:
+    """Which of [..., k] ids that are not ignored name no class, or one that another place names."""
     values, places = ids.sort(stable=True)
     again = values[..., 1:] == values[..., :-1]
-    return torch.zeros_like(ids, dtype=torch.bool).scatter_(-1, places[..., 1:], again)
+    twice = torch.zeros_like(ids, dtype=torch.bool).scatter_(-1, places[..., 1:], again)
+    return (wrong_classes(ids, vocab) | twice) & (ids != ignore_index)
 
 
 def _spread_evenly(counts: Sequence[int] | None, tokens: int, blocks: int
