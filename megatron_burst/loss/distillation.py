@@ -17,14 +17,14 @@ from megatron_burst.errors import Need, require
 from megatron_burst.loss.autograd import GradientsInForward, Recomputed, held_bytes
 from megatron_burst.loss.checks import LossInputs, checked_rows
 from megatron_burst.loss.classes import Target, divergence, probabilities, with_rest
-from megatron_burst.loss.linear import head_of, row_weights
+from megatron_burst.loss.linear import head_of, row_weights, to_compute
 from megatron_burst.loss.passes import Head
 from megatron_burst.loss.rows import Rows
 from megatron_burst.loss.statistics import LossOptions, Reduction, logits
 from megatron_burst.loss.supervised import Supervised, valid_tokens
 from megatron_burst.loss.tensor_parallel import TensorParallel
 from megatron_burst.loss.top_k import Best, top_k_pass
-from megatron_burst.transforms import autocast_inputs, uncompiled
+from megatron_burst.transforms import uncompiled
 
 _WHO = "distillation"
 
@@ -63,9 +63,7 @@ def class_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, *,
         BurstError: as of `linear_cross_entropy`; also if a token's ids name a class twice. On a GPU
             such a token's values are NaN.
     """
-    hidden, weight = autocast_inputs(hidden, weight)
-    options = LossOptions() if options is None else options
-    tp = TensorParallel.of(tp_group, sequence_parallel)
+    hidden, weight, options, tp = to_compute(hidden, weight, options, tp_group, sequence_parallel)
     inputs = LossInputs(hidden, weight, ids, loss_mask, supervised, several=True)
     rows = checked_rows(inputs, tp, options, {"entropy": entropy, "invariant": invariant})
     head = head_of(inputs, options, tp, rows, invariant=invariant)
@@ -96,9 +94,7 @@ def top_k_log_probs(hidden: Tensor, weight: Tensor, k: int, *,
     Raises:
         BurstError: as of `linear_cross_entropy`.
     """
-    hidden, weight = autocast_inputs(hidden, weight)
-    options = LossOptions() if options is None else options
-    tp = TensorParallel.of(tp_group, sequence_parallel)
+    hidden, weight, options, tp = to_compute(hidden, weight, options, tp_group, sequence_parallel)
     shape = _tokens_of(hidden, tp)
     labels = torch.zeros(shape, dtype=torch.long, device=getattr(hidden, "device", None))
     inputs = LossInputs(hidden, weight, labels, loss_mask, supervised)
@@ -167,9 +163,7 @@ def distillation_loss(hidden: Tensor, weight: Tensor, teacher: ClassLogProbs, *,
     Raises:
         BurstError: as of `class_log_probs`.
     """
-    hidden, weight = autocast_inputs(hidden, weight)
-    options = LossOptions() if options is None else options
-    tp = TensorParallel.of(tp_group, sequence_parallel)
+    hidden, weight, options, tp = to_compute(hidden, weight, options, tp_group, sequence_parallel)
     is_teacher = isinstance(teacher, ClassLogProbs)
     ids, *values = teacher[:3] if is_teacher else (None,)
     inputs = LossInputs(hidden, weight, ids, loss_mask, supervised, True, tuple(values))

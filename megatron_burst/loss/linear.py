@@ -171,9 +171,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
     Raises:
         BurstError: as of `linear_cross_entropy`.
     """
-    hidden, weight = autocast_inputs(hidden, weight)
-    options = LossOptions() if options is None else options
-    tp = TensorParallel.of(tp_group, sequence_parallel)
+    hidden, weight, options, tp = to_compute(hidden, weight, options, tp_group, sequence_parallel)
     inputs = LossInputs(hidden, weight, labels, loss_mask, supervised)
     rows = checked_rows(inputs, tp, options, {"entropy": entropy, "invariant": invariant})
     head = head_of(inputs, options, tp, rows, invariant=invariant)
@@ -182,6 +180,16 @@ def token_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, *,
     mask = valid_tokens(labels, loss_mask, options.ignore_index)
     entropies = entropies.view(labels.shape) if entropy else None
     return TokenLogProbs(-loss.view(labels.shape), entropies, mask)
+
+
+def to_compute(
+    hidden: Tensor, weight: Tensor, options: LossOptions | None,
+    tp_group: dist.ProcessGroup | None, sequence_parallel: bool,
+) -> tuple[Tensor, Tensor, LossOptions, TensorParallel]:  # fmt: skip
+    """Arguments of a call about log-probabilities: inputs under autocast, options, the ranks."""
+    hidden, weight = autocast_inputs(hidden, weight)
+    options = LossOptions() if options is None else options
+    return hidden, weight, options, TensorParallel.of(tp_group, sequence_parallel)
 
 
 def row_weights(
