@@ -6,14 +6,13 @@ python -m benchmarks.balance ahead      if documents of several global batches m
 
 Costs are those that the planner fits for the model. A batch has as many whole documents as fill all
 micro-batches of 128K tokens when they are packed in sequence; every rule gets the same. Pipelines
-are simulated (1F1B), the update of weights is left out. Other projects' rules are for comparison
-only. See docs/how-to/balance.md.
+are simulated (1F1B), the update of weights is left out. `dp_balanced` and `default_dynamic_cp` are
+Megatron's (branch dev, d48bd6be; its examples/dynamic_context_parallel compares the two).
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, product
+from itertools import accumulate, product
 from statistics import fmean
 from time import process_time
 from typing import Annotated, Any
@@ -28,18 +27,20 @@ from benchmarks.rows import append, check_appendable, read
 from benchmarks.runner import App, Csvs, Machine, OutFile
 from benchmarks.sheets import BALANCE_CSV, BalanceRow
 from benchmarks.tables import markdown
-from megatron_burst.balance import BatchGrid, Costs, assign, pairs_of
+from megatron_burst.balance import BatchGrid, Costs, MicroBatch, assign
 from megatron_burst.balance.packing import Packs, best_fit, sequential
 from megatron_burst.tools.hardware import Hardware
 from megatron_burst.tools.hardware_file import hardware as hardware_of
 from megatron_burst.tools.job.hugging_face import PRESETS
 from megatron_burst.tools.job.step import costs_of
 from megatron_burst.tools.job.strategy import Job, Strategy
-from megatron_burst.tools.simulate.micro_batches import in_turn, step_of
+from megatron_burst.tools.simulate import micro_batches as simulated
 
 _CP, _MICRO_BATCHES = 8, 8
 _DRAWN = 300  # documents for each micro-batch; no kind needs more to fill it
-RULES = "sequential", "best-fit", "WLB", "dynamic CP", "balanced", "balanced, changing CP"
+RULES = ("sequential", "best-fit", "dp_balanced", "default_dynamic_cp", "balanced",
+         "balanced, changing CP")  # fmt: skip
+_GAINS = {"x sequential": slice(1), "x best-fit": slice(1, 2), "x Megatron": slice(2, 4)}
 MODELS = {name: PRESETS[name] for name in ("qwen3-8b", "qwen3-30b-a3b")}
 app = App()
 Dp = Annotated[list[int] | None, Option(help="default: 8 and 32")]
@@ -56,68 +57,100 @@ class Batch:
     packed: int  # tokens of a micro-batch that sequential and best-fit packing fill
     seed: int
 
-    def step(self, rule: str) -> float | None:
-        """Simulated seconds of a step by a rule; None if it leaves documents over."""
+    def assigned(self, rule: str) -> simulated.MicroBatches:
+        """Micro-batches by a rule: of each data-parallel rank, or of all ranks in one."""
         lengths, grid, costs = self.lengths, self.grid, self.costs
-        if rule == "dynamic CP":
-            return dynamic_cp(lengths, grid, costs)
+        if rule == "default_dynamic_cp":
+            return [list(default_dynamic_cp(self))]
         if rule.startswith("balanced"):
             sizes = grid.cp_sizes if rule.endswith("CP") else None
-            return step_of(assign(lengths, grid, costs, sizes).micro_batches, grid).seconds
+            return assign(lengths, grid, costs, sizes).micro_batches
         packs = {
             "sequential": lambda: sequential(lengths, self.packed),
             "best-fit": lambda: best_fit(lengths, self.packed, self.seed),
-            "WLB": lambda: wlb(lengths, grid, costs),
+            "dp_balanced": lambda: dp_balanced(lengths, grid),
         }[rule]()
-        return step_of(in_turn(packs, lengths, grid, costs), grid).seconds if packs else None
+        return simulated.in_turn(packs, lengths, grid, costs)
+
+    def step(self, rule: str) -> float:
+        """Simulated seconds of a step by a rule."""
+        every = self.assigned(rule)
+        if rule == "default_dynamic_cp":
+            return step_of_groups(every[0], self.grid)
+        return simulated.step_of(every, self.grid).seconds
 
 
-def wlb(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> Packs:
-    """WLB-LLM's packing of variable length (2503.17924, algorithm 1): the longest first to the
-    micro-batch with the least work, or, if it does not fit there, with the fewest tokens. Without
-    its queue, which delays long documents to later steps: the batch stays whole."""
-    packs: Packs = [[] for _ in range(grid.slots)]
-    work, tokens = np.zeros(grid.slots), np.zeros(grid.slots, dtype=np.int64)
-    limit = grid.token_limit * grid.cp
-    for document in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
-        length = lengths[document]
-        pack = int(work.argmin())
-        if tokens[pack] + length > limit:
-            pack = int(tokens.argmin())
-        if tokens[pack] + length > limit:
-            return []
-        packs[pack].append(document)
-        tokens[pack] += length
-        area = int(pairs_of(np.int64(length)))
-        work[pack] += costs.seconds(length, area, grid.cp) - costs.fixed
+def dp_balanced(lengths: Sequence[int], grid: BatchGrid) -> Packs:
+    """Megatron's `dp_balanced`: as they come, up to the token limit. Then the last packs with
+    several documents give up some, each a new pack, until all ranks have equally many packs."""
+    packs = sequential(lengths, grid.token_limit * grid.cp)
+    givers = packs[::-1]
+    while len(packs) % grid.dp:
+        packs.append([next(pack for pack in givers if len(pack) > 1).pop()])
     return packs
 
 
-def dynamic_cp(lengths: Sequence[int], grid: BatchGrid, costs: Costs) -> float:
-    """Seconds of a step with Megatron-Core's own scheduler of `--hybrid-context-parallel`.
+def default_dynamic_cp(batch: Batch) -> Iterator[list[MicroBatch]]:
+    """Megatron's `default_dynamic_cp`: micro-batches of all DP x CP ranks (a power of two), in
+    which sub-groups of several sizes, powers of two, have documents each."""
+    lengths, ranks = np.array(batch.lengths), batch.grid.dp * batch.grid.cp
+    left = np.argsort(-lengths, kind="stable").tolist()
+    while left:
+        sizes, packs, left = _sub_groups(batch, left, ranks)
+        while sum(sizes) < ranks:  # the first of the narrowest gets as many ranks again
+            sizes[sizes.index(min(sizes))] *= 2
+        yield [
+            simulated.micro_batch_of(pack, range(end - size, end), lengths, batch.costs)
+            for pack, size, end in zip(packs, sizes, accumulate(sizes), strict=True)
+        ]
 
-    After each of its groups of samples all ranks of DP x CP wait for each other. Samples of a rank
-    run one after the other; a group's fixed time counts once, as if they were packed."""
-    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-    class Ranks:
-        def size(self) -> int:
-            return grid.dp * grid.cp
+def _sub_groups(batch: Batch, queue: list[int], ranks: int) -> tuple[list[int], Packs, list[int]]:
+    """Sizes and documents of a micro-batch's sub-groups, and documents that are left over.
 
-    scheduler = BalancedCPScheduler(grid.token_limit, Ranks())
-    _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
-    seen: list[int] = []
-    step = 0.0
-    for group in groups:
-        ranks_of = Counter(chain(*group))
-        seen += ranks_of
-        work = {
-            d: costs.seconds(lengths[d], int(pairs_of(np.int64(lengths[d]))), count) - costs.fixed
-            for d, count in ranks_of.items()
-        }
-        step += max(0.0, *(costs.fixed + sum(map(work.get, documents)) for documents in group))
-    assert sorted(seen) == list(range(len(lengths)))
-    return step
+    The longest is on as few ranks as hold it. Each next one goes where the most that a rank works,
+    length^2 / size, becomes least: into a sub-group or a new one; of equals into the narrowest. It
+    is left over where that is above 1.05 times the longest's length times the token limit."""
+    lengths, limit = batch.lengths, batch.grid.token_limit
+    longest, new = lengths[queue[0]], 1 << np.arange(ranks.bit_length())
+    sizes = np.append(np.ones(ranks, dtype=np.int64), new)  # of sub-groups, then of new ones
+    tokens = np.append(np.full(ranks, np.inf), np.zeros(len(new)))  # of a rank
+    work = np.zeros(len(sizes))
+    most, packs, left = longest**2 / int(new[new * limit >= longest][0]), [], []
+    for document in queue:
+        length = lengths[document]
+        after = np.maximum(most, work + length**2 / sizes)
+        after[(tokens + length / sizes > limit) | (after > longest * limit * 1.05)] = np.inf
+        after[ranks:][new > ranks - sizes[: len(packs)].sum()] = np.inf
+        at = int(np.lexsort((sizes, after))[0])
+        if after[at] == np.inf:
+            left.append(document)
+            continue
+        if at >= ranks:
+            sizes[len(packs)], tokens[len(packs)], at = sizes[at], 0, len(packs)
+            packs.append([])
+        packs[at].append(document)
+        tokens[at] += length / sizes[at]
+        work[at] += length**2 / sizes[at]
+        most = max(most, float(work[at]))
+    return sizes[: len(packs)].tolist(), packs, left
+
+
+def step_of_groups(micro_batches: Sequence[Sequence[MicroBatch]], grid: BatchGrid) -> float:
+    """Seconds of a step whose micro-batches are of all DP x CP ranks, in sub-groups of any sizes: a
+    rank waits only for those with which it shares documents or experts, and for other stages."""
+    clocks = np.zeros((grid.pp, grid.dp * grid.cp))
+    ends: dict[tuple[str, int, int], np.ndarray] = {}
+    runs = simulated.one_f_one_b([1.0] * len(micro_batches), grid.pp)
+    for stage, number, what, start, stop in runs:
+        before = what, number, stage - 1 if what == "forward" else stage + 1
+        ready = np.maximum(clocks[stage], ends.get(before, 0.0))
+        ready = ready.reshape(-1, grid.ep).max(axis=1).repeat(grid.ep)
+        for one in micro_batches[number]:
+            own = ready[one.ranks.start : one.ranks.stop]
+            own[:] = own.max() + (stop - start) * one.seconds
+        clocks[stage] = ends[what, number, stage] = ready
+    return float(clocks.max())
 
 
 def fills(lengths: Sequence[int], limit: int, packs: int) -> int:
@@ -142,28 +175,19 @@ def batches(kind: str, grid: BatchGrid, costs: Costs, packed: int, draws: int) -
 
 
 def measure(drawn: Sequence[Batch], rules: Sequence[str], **columns: Any) -> Iterator[BalanceRow]:
-    """A row for each rule; Megatron's scheduler, which is slow, gets the first draw alone."""
-    first = drawn[0]
+    """A row for each rule."""
+    grid = drawn[0].grid
     best = [assign(b.lengths, b.grid, b.costs, b.grid.cp_sizes) for b in drawn]
     for rule in rules:
-        some = drawn[:1] if rule == "dynamic CP" else drawn
-        steps, times, note = [], [], ""
-        if rule == "dynamic CP" and first.grid.pp > 1:
-            note = "Megatron's scheduler has no pipeline"
-        for batch in () if note else some:
-            began = process_time()
-            steps.append(batch.step(rule))
-            times.append(1e3 * (process_time() - began))
-        if None in steps:
-            steps, times, note = [], [], "leaves documents over"
+        began = process_time()
+        steps = [batch.step(rule) for batch in drawn]
+        cpu_ms = 1e3 * (process_time() - began) / len(drawn)
         yield BalanceRow(
-            **columns, dp=first.grid.dp, cp=first.grid.cp, pp=first.grid.pp, ep=first.grid.ep,
-            micro_batches=first.grid.micro_batches, token_limit=first.grid.token_limit,
-            draws=len(some), num_documents=fmean(len(b.lengths) for b in some), rule=rule,
-            step_s=fmean(steps) if steps else None,
-            bound_s=fmean(one.bound for one in best[: len(some)]),
-            longest_s=fmean(one.longest for one in best[: len(some)]),
-            cpu_ms=min(times) if times else None, note=note,
+            **columns, dp=grid.dp, cp=grid.cp, pp=grid.pp, ep=grid.ep,
+            micro_batches=grid.micro_batches, token_limit=grid.token_limit, draws=len(drawn),
+            num_documents=fmean(len(b.lengths) for b in drawn), rule=rule, step_s=fmean(steps),
+            bound_s=fmean(one.bound for one in best), longest_s=fmean(one.longest for one in best),
+            cpu_ms=cpu_ms, note="",
         )  # fmt: skip
 
 
@@ -172,10 +196,7 @@ def mixed(drawn: list[Batch]) -> list[Batch]:
     every = np.sort(np.concatenate([one.lengths for one in drawn]))[::-1]
     turn, at = np.divmod(np.arange(len(every)), len(drawn))
     step = np.where(turn % 2, len(drawn) - 1 - at, at)
-    return [
-        Batch(every[step == number].tolist(), one.grid, one.costs, one.packed, one.seed)
-        for number, one in enumerate(drawn)
-    ]
+    return [replace(one, lengths=every[step == n].tolist()) for n, one in enumerate(drawn)]
 
 
 @app.command()
@@ -192,13 +213,12 @@ def simulate(
     """Append a row for each case and rule."""
     check_appendable(out, BALANCE_CSV, "OUT")
     machine = hardware_of(hardware)
-    stamp = planner_stamp(machine.name)
     cases = product(MODELS, BATCHES, limit or (1.0, 1.5), dp or (8, 32), pp or (1, 4))
     for name, kind, more, ranks, stages in cases:
         grid, costs = case_of(name, ranks, stages, packed, machine)
         gpus = ranks * _CP * stages
         grid = replace(grid, token_limit=int(packed * more) // _CP)
-        columns = stamp | {"model": name, "documents": kind, "gpus": gpus}
+        columns = planner_stamp(machine.name) | {"model": name, "documents": kind, "gpus": gpus}
         drawn = list(batches(kind, grid, costs, packed, draws))
         append(out, list(measure(drawn, rule or RULES, **columns)), BALANCE_CSV)
         typer.echo(f"{name}, {kind}, {gpus} GPUs, PP {stages}, limit {grid.token_limit}: done")
@@ -219,10 +239,7 @@ def ahead(
     for name, kind, ranks, stages in product(MODELS, BATCHES, dp or (8, 32), (1, 4)):
         grid, costs = case_of(name, ranks, stages, packed, machine)
         drawn = list(batches(kind, grid, costs, packed, count))
-        plain, other = (
-            fmean(one.step("balanced, changing CP") or 0.0 for one in some)
-            for some in (drawn, mixed(drawn))
-        )
+        plain, other = (fmean(b.step(RULES[-1]) for b in some) for some in (drawn, mixed(drawn)))
         figures = f"{plain:.2f}", f"{other:.2f}", f"{plain / other:.3f}"
         lines.append((name, kind, ranks, stages, *figures))
     head = "model", "documents", "DP", "PP", "step, s", "looking ahead, s", "times as fast"
@@ -241,17 +258,18 @@ def table_of(rows: Sequence[BalanceRow]) -> str:
     for row in rows:
         key = (row.model, row.documents, row.gpus, row.pp, row.token_limit * row.cp >> 10)
         cases.setdefault(key, {})[row.rule] = row
-    head = ["model", "documents", "GPUs", "PP", "limit, K", *RULES, "x sequential", "x best-fit",
-            "longest / bound"]  # fmt: skip
+    head = ["model", "documents", "GPUs", "PP", "limit, K", *RULES, *_GAINS, "longest / bound"]
     lines = []
     for key, by_rule in cases.items():
-        steps = {rule: row.step_s for rule, row in by_rule.items() if row.step_s}
+        steps, bounds = (
+            np.array([getattr(by_rule.get(rule), name, None) for rule in RULES], dtype=float)
+            for name in ("step_s", "bound_s")
+        )
+        ours = np.fmin.reduce(steps[4:])
+        gains = [np.fmin.reduce(steps[some]) / ours for some in _GAINS.values()]
         first = next(iter(by_rule.values()))
-        ours = min(seconds for rule, seconds in steps.items() if rule.startswith("balanced"))
-        shares = {rule: f"{by_rule[rule].bound_s / step:.2f}" for rule, step in steps.items()}
-        cells = [shares.get(rule, "") for rule in RULES]
-        gains = [f"{steps[rule] / ours:.2f}" for rule in ("sequential", "best-fit")]
-        lines.append((*key, *cells, *gains, f"{first.longest_s / first.bound_s:.2f}"))
+        figures = (*bounds / steps, *gains, first.longest_s / first.bound_s)
+        lines.append((*key, *(f"{figure:.2f}".replace("nan", "") for figure in figures)))
     return markdown([head, *lines])
 
 

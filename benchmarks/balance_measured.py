@@ -21,18 +21,17 @@ import numpy as np
 import torch
 from typer import Option, echo
 
-from benchmarks.balance import fills
+from benchmarks.balance import Batch, fills
 from benchmarks.documents import BATCHES, draw
 from benchmarks.facts import now, stamp
 from benchmarks.frontier_cases import MODELS, Layers, ModelName
 from benchmarks.rows import check_appendable, read
-from benchmarks.runner import App, Budget, Csvs, OutFile, Reps, clock, save, slowest, usual_dtype
+from benchmarks.runner import App, Budget, Csvs, OutFile, Reps, clock, save, usual_dtype
 from benchmarks.sheets import COSTS_CSV, STEPS_CSV, CostRow, StepRow
 from benchmarks.tables import markdown, spread
-from megatron_burst.balance import BatchGrid, Costs, Measured, MicroBatch, assign, fit, pairs_of
-from megatron_burst.balance.packing import sequential
+from megatron_burst.balance import BatchGrid, Costs, Measured, fit, pairs_of
 from megatron_burst.errors import BurstError, require
-from megatron_burst.tools.simulate.micro_batches import MicroBatches, in_turn, step_of
+from megatron_burst.tools.simulate.micro_batches import MicroBatches
 from megatron_burst.tools.terminal import Device
 from megatron_burst.tools.units import whole_number
 from megatron_burst.tools.world import World, started, timed_ms
@@ -40,6 +39,8 @@ from megatron_burst.tools.world import World, started, timed_ms
 _WHO, _ALONE = "benchmarks.balance_measured", 8
 _FITTED = ((1, 1), (4, 4), (8, 4), (32, 32), (64, 16))  # a share of the tokens, how many such
 _MICRO_BATCHES = 8  # of a step
+# "sequential" is Megatron's `dp_balanced`, where documents fill all micro-batches in sequence
+_RULES = "sequential", "default_dynamic_cp", "balanced", "balanced, changing CP"
 app = App()
 Tokens = Annotated[str, Option(help="that a rank holds of a micro-batch")]
 
@@ -55,24 +56,20 @@ class Bench:
     reps: int
     columns: dict[str, object]
 
-    def times(self, run: Callable[[], None]) -> dict[str, Any]:
-        """Columns of a row: milliseconds of the slowest rank."""
-        for _ in range(2):
+    def times(self, runs: Sequence[Callable[[], object]]) -> list[dict[str, Any]]:
+        """Columns of each run's row: milliseconds of the slowest rank, measured in turns."""
+        for run in (*runs, *runs):
             run()
-        own = [timed_ms(run, self.world) for _ in range(self.reps)]
-        facts = stamp(self.world.device) | self.columns
-        return facts | spread(slowest(self.world.gather(own))) | {"reps": self.reps}
+        own = [[timed_ms(run, self.world) for run in runs] for _ in range(self.reps)]
+        facts = stamp(self.world.device) | self.columns | {"reps": self.reps}
+        return [facts | spread(ms) for ms in np.max(self.world.gather(own), axis=0).T.tolist()]
 
-    def step(self, lengths: np.ndarray, some: Sequence[MicroBatch]) -> Callable[[], None]:
-        """Micro-batches of this rank one after the other."""
-        each = [lengths[list(one.documents)].tolist() for one in some]
-        runs = [self.layers.micro_batch(own, one.cp) for own, one in zip(each, some, strict=True)]
-
-        def run() -> None:
-            for micro_batch in runs:
-                micro_batch()
-
-        return run
+    def step(self, lengths: np.ndarray, every: MicroBatches) -> Callable[[], object]:
+        """Micro-batches of this rank one after the other; `every`: of equal parts of the ranks."""
+        part, rank = divmod(self.world.rank, self.world.size // len(every))
+        some = [next(one for one in slot if rank in one.ranks) for slot in every[part]]
+        runs = [self.layers.micro_batch(lengths[[*one.documents]].tolist(), one.cp) for one in some]
+        return lambda: [run() for run in runs]
 
 
 def drawn(bench: Bench, count: int, cp: int) -> Iterator[tuple[str, list[int]]]:
@@ -98,37 +95,28 @@ def micro_batch_rows(bench: Bench, count: int, sizes: Sequence[int]) -> Iterator
     """Measure micro-batches at each context-parallel size, in turns."""
     each = [list(drawn(bench, count, cp)) for cp in sizes]
     for some in zip(*each, strict=True):
-        for cp, (kind, lengths) in zip(sizes, some, strict=True):
-            columns = bench.times(bench.layers.micro_batch(lengths, cp))
+        runs = [bench.layers.micro_batch(one, cp) for cp, (_, one) in zip(sizes, some, strict=True)]
+        for cp, (kind, lengths), columns in zip(sizes, some, bench.times(runs), strict=True):
             columns |= {"cp": cp, "kind": kind, "documents": len(lengths), "tokens": sum(lengths)}
             yield CostRow(**columns, area=int(pairs_of(np.array(lengths)).sum()))
 
 
-def step_rows(bench: Bench, draws: int, costs: Costs) -> Iterator[StepRow]:
-    """Measure steps packed in sequence, balanced, and with changing sizes."""
+def step_rows(bench: Bench, draws: int, costs: Costs) -> Iterator[list[StepRow]]:
+    """Measure steps by each rule, in turns."""
     grid = BatchGrid(bench.world.size // bench.ranks, bench.ranks, _MICRO_BATCHES, bench.tokens)
-    whole, multiple = bench.tokens * grid.cp, 2 * grid.cp
-    dp_rank, cp_rank = divmod(bench.world.rank, grid.cp)
+    whole, multiple = bench.tokens * grid.cp, 2 * bench.world.size
     for kind, seed in product(BATCHES, range(draws)):
         lengths = padded(draw(kind, 300 * grid.slots, seed, whole - multiple), multiple)
         lengths = lengths[: fills(lengths, whole, grid.slots)]
-        for rule, every in rules_of(lengths, grid, costs).items():
-            own = [next(one for one in slot if cp_rank in one.ranks) for slot in every[dp_rank]]
-            columns = bench.times(bench.step(lengths, own))
-            columns |= {"kind": kind, "seed": seed, "rule": rule, "dp": grid.dp}
-            columns |= {"documents": len(lengths), "tokens": int(lengths.sum())}
-            yield StepRow(**columns, simulated_ms=1e3 * step_of(every, grid).seconds)
-
-
-def rules_of(lengths: np.ndarray, grid: BatchGrid, costs: Costs) -> dict[str, MicroBatches]:
-    """Micro-batches of each data-parallel rank, by rule."""
-    packs = sequential(lengths, grid.token_limit * grid.cp)
-    rules = {"sequential": in_turn(packs, lengths, grid, costs)}
-    rules["balanced"] = assign(lengths, grid, costs).micro_batches
-    if grid.cp > 1:
-        changing = assign(lengths, grid, costs, grid.cp_sizes)
-        rules["balanced, changing CP"] = changing.micro_batches
-    return rules
+        batch = Batch(lengths.tolist(), grid, costs, whole, seed)
+        rules = _RULES if grid.cp > 1 else _RULES[:-1]
+        times = bench.times([bench.step(lengths, batch.assigned(rule)) for rule in rules])
+        facts = {"kind": kind, "seed": seed, "dp": grid.dp, "documents": len(lengths)}
+        facts |= {"tokens": int(lengths.sum())}
+        yield [
+            StepRow(**columns | facts, rule=rule, simulated_ms=1e3 * batch.step(rule))
+            for columns, rule in zip(times, rules, strict=True)
+        ]
 
 
 def bench_of(
@@ -142,7 +130,7 @@ def bench_of(
     )])  # fmt: skip
     from benchmarks.stack import PackedLayers, start
 
-    start(world.device.type == "cpu", world.size // dp)
+    start(world.device.type == "cpu", world.size)
     sizes, dtype = MODELS[model], usual_dtype(world)
     sizes = replace(sizes, layers=layers or min(sizes.layers, 4))
     built = PackedLayers(sizes, getattr(torch, dtype), world.size == 1, tokens)
@@ -241,10 +229,10 @@ def steps(
     shard, over = whole_number(tokens, "--tokens", _WHO), clock(budget_s)
     with started(_WHO, device) as world:
         bench = bench_of(world, model, layers, shard, reps, dp)
-        for row in step_rows(bench, draws, costs_in(read([costs], COSTS_CSV))):
-            save(out, world, [row], STEPS_CSV)
+        for rows in step_rows(bench, draws, costs_in(read([costs], COSTS_CSV))):
+            save(out, world, rows, STEPS_CSV)
             if world.rank == 0:
-                echo(step_line(row))
+                echo("\n".join(map(step_line, rows)))
             if world.decide(over()):
                 break
 

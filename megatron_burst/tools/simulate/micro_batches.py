@@ -66,12 +66,16 @@ def in_turn(
     tokens_of = np.asarray(lengths)
     micro_batches: list[list[tuple[MicroBatch, ...]]] = [[] for _ in range(grid.dp)]
     for number, pack in enumerate(packs):
-        some = tokens_of[pack]
-        tokens, area = int(some.sum()), int(pairs_of(some).sum())
-        seconds = costs.seconds(tokens, area, grid.cp)
-        one = MicroBatch(tuple(pack), range(grid.cp), tokens, area, seconds)
+        one = micro_batch_of(pack, range(grid.cp), tokens_of, costs)
         micro_batches[number % grid.dp].append((one,))
     return micro_batches
+
+
+def micro_batch_of(pack: list[int], ranks: range, lengths: np.ndarray, costs: Costs) -> MicroBatch:
+    """The documents that these ranks share, and what they take."""
+    some = lengths[pack]
+    tokens, area = int(some.sum()), int(pairs_of(some).sum())
+    return MicroBatch(tuple(pack), ranks, tokens, area, costs.seconds(tokens, area, len(ranks)))
 
 
 def _in_lanes(some: dict[int, Sequence[Sequence[MicroBatch]]], grid: BatchGrid) -> Iterator[Ran]:
