@@ -5,10 +5,10 @@ torchrun --nproc-per-node 2 -m benchmarks.frontier measure OUT.csv --seq 128K   
 python -m benchmarks.frontier table OUT.csv
 python -m benchmarks.frontier plot docs/frontier.png OUT.csv
 
-A step is that of Megatron's DDP and distributed optimizer, with burst's fused loss in all settings.
-They take turns in one run and train the same weights on the same sample; the learning rate is 0, so
-that losses and gradient norms can be compared. A row is written after each setting of each turn.
-One that fails says why, and is left out of later turns.
+A step is that of Megatron's DDP and distributed optimizer, with burst's fused loss but in settings
+named "own-loss". Settings take turns in one run and train the same weights on the same sample; the
+learning rate is 0, so losses and gradient norms can be compared. A row is written after each turn
+of a setting. One that fails says why, and is left out of later turns.
 """
 
 import logging

@@ -29,9 +29,7 @@ MODELS = {
     "tiny": _TINY,
     "tiny-moe": replace(_TINY, name="tiny-moe", tied=True, experts=Experts(4, 2, 64)),
 }  # fmt: skip
-_FULL = {
-    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-}  # fmt: skip
+_FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 _KEPT = {  # modules kept besides attention's results
     "keep": (),
     "keep+proj": ("linear_proj",),
@@ -66,6 +64,7 @@ class Setting:
 
 NOTHING, FULL = "burst:off", "megatron:full"  # a = 1 and a = 0; ratios are to the first
 FULL_OF_BURST = "burst:full"  # a = 0 where Megatron's was not measured
+OWN_LOSS = "full+own-loss"  # Megatron's loss, of logits that are stored
 
 
 def settings_of(model: Model) -> dict[str, Setting]:
@@ -94,7 +93,7 @@ def settings_of(model: Model) -> dict[str, Setting]:
     settings = [Setting("burst", name, *how) for name, how in burst.items()]
     for impl, configs, *options in (
         ("megatron", {"off": {}, "full": _FULL, **blocks}), ("burst", again, BurstConfig()),
-        ("megatron", again | offloading),
+        ("megatron", again | offloading | {OWN_LOSS: _FULL}),
     ):  # fmt: skip
         settings += [Setting(impl, name, config, *options) for name, config in configs.items()]
     return {str(one): one for one in settings}

@@ -44,7 +44,7 @@ app = App()
 def strategy_of(setting: cases.Setting, model: Model) -> Strategy | None:
     """A setting as the planner has it; None: it does not count it."""
     config, burst = setting.config, setting.burst or BurstConfig()
-    if "offload_modules" in config:
+    if "offload_modules" in config or setting.name == cases.OWN_LOSS:
         return None
     if config.get("recompute_granularity") == "selective":
         modules = set(config["recompute_modules"])

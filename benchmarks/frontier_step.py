@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from benchmarks.documents import SEED
-from benchmarks.frontier_cases import Sample, Setting
+from benchmarks.frontier_cases import OWN_LOSS, Sample, Setting
 from benchmarks.stack import config_of, layer_spec, packed_of
 from megatron_burst.config import BurstConfig
 from megatron_burst.mcore.fused_loss import fuse_loss
@@ -36,9 +36,9 @@ _SAME = Setting("burst", "off", burst=BurstConfig())  # what the parameters are 
 
 class Trainer:
     """Steps of one model on one sample: forward, backward, and Megatron's distributed optimizer
-    with Adam, master weights in fp32 and clipping. The loss is burst's fused one in all settings.
-    The learning rate is 0, so that every step of every setting has the same loss and gradients. The
-    sample's tokens are random; its ranks are all of this run's."""
+    with Adam, master weights in fp32 and clipping. The loss is burst's, unless a setting has
+    Megatron's. The learning rate is 0, so that steps of all settings have equal losses and
+    gradients. The sample's tokens are random; its ranks are all of this run's."""
 
     def __init__(self, model: Model, sample: Sample, dtype: torch.dtype) -> None:
         self._sizes, self._sample, self._dtype = model, sample, dtype
@@ -58,7 +58,8 @@ class Trainer:
         """Take the steps that follow with a setting."""
         model = self._built(setting, perform_initialization=False)
         _share(model, self._source)
-        self._ddp.module, self._ddp.config = fuse_loss(model), model.config
+        self._ddp.config = model.config
+        self._ddp.module = model if setting.name == OWN_LOSS else fuse_loss(model)
 
     def release(self) -> None:
         """Free what the setting keeps between steps, or has left where it failed: its model too,
