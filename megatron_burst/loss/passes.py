@@ -116,7 +116,9 @@ def forward_gradient_pass(
     token has several classes.
     """
     blocks, dtype = len(rows.labels), sum_dtype(hidden.dtype)
-    of_rows = attempt(hidden.new_empty, rows.valid.shape, dtype=dtype)
+    # of a target the losses; else statistics, of which losses are made behind the last collective
+    shape = rows.valid.shape if target else (len(Stat), *rows.valid.shape)
+    of_rows = attempt(hidden.new_empty, shape, dtype=dtype)
     several = rows.labels.dim() > 2
     z = attempt(hidden.new_zeros, rows.labels.shape, dtype=dtype) if several else None
     buffer = attempt(tile_buffer, head, hidden)
@@ -124,13 +126,11 @@ def forward_gradient_pass(
     def gradient(piece: slice, x: Tensor, whole: Tensor, of_classes: Tensor) -> Tensor | None:
         stats, weights = _poisoned(whole), row_weight[:, piece]
         if target is None:
-            row_losses = losses(head, stats)
-            factors = Factors(loss_factors(head, stats, weights))
+            results, *both = stats, loss_factors(head, stats, weights)
         else:
             ids = rows.labels[:, piece]
-            row_losses, *both = target.compare(ids, stats, of_classes, weights, piece, head.options)
-            factors = Factors(*both)
-        of_rows[:, piece] = row_losses
+            results, *both = target.compare(ids, stats, of_classes, weights, piece, head.options)
+        of_rows[..., piece], factors = results, Factors(*both)
         if sums.hidden is None and sums.weight is None:
             return None
         ((_, raw, columns),) = tiles_of(head, x, weight, rows, piece, buffer, computed=True)
@@ -153,7 +153,7 @@ def forward_gradient_pass(
         del x, grad  # before the next ones are made
     if sums.fresh and rows.count == 0:
         attempt(sums.weight.zero_)
-    return of_rows
+    return of_rows if target else attempt(losses, head, of_rows)
 
 
 def _to_gradient(
