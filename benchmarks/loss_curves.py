@@ -4,10 +4,10 @@ python -m benchmarks.loss_curves OUT.csv --gpus 2     on GPUs; --tiny: anywhere
 python -m benchmarks.show curves OUT.csv              table and picture
 
 Each run is examples/pretrain_gpt.py under torchrun: two layers of Llama-3-8B's widths with 32K
-tokens a step, or all of Llama-3.2-1B with 16K, from the same weights, 300 steps of text in bytes,
-whole or packed of documents. Megatron runs with the text in another order too, which is the
-yardstick for a difference, and again with nothing changed: its gradients are not bitwise the same.
-Burst keeps all of attention and has the fused loss; Megatron recomputes nothing and has its own.
+tokens a step, or all of Llama-3.2-1B with 16K or 64K, from the same weights, on text in bytes,
+whole or packed of documents. Megatron runs with the text in another order too, the yardstick for a
+difference, and again with nothing changed: its gradients are not bitwise the same. Burst keeps
+attention's results and has the fused loss; Megatron recomputes nothing and has its own.
 """
 
 import os
@@ -42,6 +42,7 @@ CLASSES = 258  # bytes and the end of a document
 MODELS = {
     "8b": Slice("8b", 32 << 10, 2, 4096, 14336, 32, 8, CLASSES),
     "llama3.2-1b": Slice("llama3.2-1b", 16 << 10, 16, 2048, 8192, 32, 8, CLASSES),
+    "llama3.2-1b-64k": Slice("llama3.2-1b-64k", 64 << 10, 16, 2048, 8192, 32, 8, CLASSES),
 }
 _UNNAMED = "8b", "tiny"  # models that rows do not name
 TINY = Slice("tiny", 256, 2, 64, 128, 4, 2, CLASSES)
@@ -100,9 +101,8 @@ def make_text(prefix: Path, files: Sequence[Path], gpus: int) -> None:
 def flags_of(run: Run, what: Slice, steps: int, text: Path) -> list[str]:
     """Megatron's, and those of examples/pretrain_gpt.py.
 
-    As in examples/demo.py the embedding's deviation and Adam's epsilon keep rounding errors from
-    growing: with Megatron's defaults, and 3e-4 after 30 steps, losses jumped by 2 in the first 15
-    steps, and differences of 1e-4 grew a thousandfold (loss_curves_2xh200_defaults.csv)."""
+    As in examples/demo.py the embedding's deviation and Adam's epsilon keep rounding errors small:
+    with Megatron's, differences of 1e-4 grew a thousandfold (loss_curves_2xh200_defaults.csv)."""
     shared = f"""
     --train-iters {steps} --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine
     --lr-warmup-iters {steps // 3} --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95

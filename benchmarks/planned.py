@@ -9,7 +9,7 @@ from benchmarks.impls import impls_of
 from benchmarks.layers import ATTENTION, MODES, Mode, writes
 from benchmarks.sheets import PackedRow, Row
 from megatron_burst.call import spec_of
-from megatron_burst.rules import a2a_pass_bytes, max_heads
+from megatron_burst.rules import a2a_pass_bytes, head_bytes_over_all_rows, max_heads
 from megatron_burst.schedule.layout import Layout
 from megatron_burst.schedule.mask import Mask, Span, Tile
 from megatron_burst.schedule.spec import AttentionShape, Direction, Kernel
@@ -29,10 +29,9 @@ from megatron_burst.tools.simulate.sample import Packing, Sample
 _AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V again, always
 _ENDS_BEFORE = "2026-11-24T13:09"  # until then recomputation with keep made the last product
 _RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other nodes came again in backward
-_SLOTS_BEFORE = "2026-11-24T10:30"  # until then pulling a round or two took more slots
-_SENT_BACK_BEFORE = "2026-11-27T01:50"  # until then all-to-alls in two rounds had a slot less
+_SLOTS_BEFORE = "2026-11-24T10:30"  # until then few rounds had more slots, long shards larger ones
+_ROUNDS_BEFORE = "2026-11-30T13:39"  # until then all-to-alls had fewer rounds on one node
 _OWN_BEFORE = "2026-11-24T02:51"  # until then buffers between nodes had memory of their own by use
-_HEADS_BEFORE = "2026-11-24T10:30"  # until then long shards had larger rounds on one node
 _WHOLE_BEFORE = "2026-11-27T16"  # until then auto gathered grouped heads of 192/128 in both passes
 _BOTH_BEFORE = "2026-11-28T05:15"  # until then an all-to-all of these was one in forward too
 _LAYERS = re.compile(r"(\d+) layers?, hidden (\d+), ffn (\d+)\b")  # in the note of a row
@@ -113,11 +112,10 @@ def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
         return False
     if row.nodes > 1 and row.date < _OWN_BEFORE:
         return True
-    if call.intra == "gather" and not opened.heads_per_round and row.date < _HEADS_BEFORE:
-        return True
-    rounds = -(-max_heads(call.shape, call.mode_topology, call.intra) // call.heads_per_round)
-    changed = _SENT_BACK_BEFORE if call.intra == "a2a" and rounds == 2 else _SLOTS_BEFORE
-    return rounds <= 2 and call.pulled and row.date < changed
+    if call.intra == "a2a" or call.a2a_backward_heads:
+        return row.nodes == 1 and row.date < _ROUNDS_BEFORE
+    is_few = call.pulled and 2 * call.heads_per_round >= call.shape.heads_kv
+    return row.date < _SLOTS_BEFORE and (is_few or not opened.heads_per_round)
 
 
 def _left_bytes(call: AttentionCall) -> int:
@@ -144,8 +142,10 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
         spec, resends=spec.resends or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
         saves_remote=False if "" < row.date < _RESENT_BEFORE else spec.saves_remote,
     )  # fmt: skip
-    overlap = impl.config.overlap
-    call = AttentionCall(**vars(spec), overlap=overlap)
+    if spec.intra == "a2a" and row.nodes == 1 and "" < row.date < _ROUNDS_BEFORE:
+        heads = max(1, (256 << 20) // head_bytes_over_all_rows(shape, nodes))
+        spec = replace(spec, heads_per_round=min(heads, max_heads(shape, nodes, "a2a")))
+    call = AttentionCall(**vars(spec), overlap=impl.config.overlap)
     if impl.config.backend != "auto":
         return calls.run_by(call, impl.config.backend)
     call = calls.by_auto(call, hardware)

@@ -184,17 +184,17 @@ def choose_heads_a2a(
 ) -> int:
     """KV heads that a rank computes in a round: few, as each is a whole sequence's work.
 
-    If heads and kernels allow, there are eight rounds on several nodes, as nothing hides the first
-    one there and the last one back, and four on one node from 8K tokens on, in half the memory of
-    one; shorter shards would wait for so many launches. Arguments: as of `choose_heads_gather`.
+    If heads and kernels allow, on several nodes there are eight rounds: nothing hides the first one
+    there and the last one back. On one node four have half the memory of one; for less than 8K
+    tokens their launches would take too long. Arguments are those of `choose_heads_gather`.
     """
     ranks, group = topology.intra_size, _q_heads_with_kv_head(shape, topology)
     most = max_heads(shape, topology, "a2a")
     if requested == 0:
         return most
     in_bytes = max(1, 2 * _ROUND_BYTES // head_bytes_over_all_rows(shape, topology))
-    if topology.spans_nodes or shape.tokens >= LONG_SHARD // 4:
-        in_bytes = min(in_bytes, -(-most // (_PIECES if topology.spans_nodes else _ROUNDS)))
+    rounds = _ROUNDS if shape.tokens >= LONG_SHARD // 4 else 1
+    in_bytes = min(in_bytes, -(-most // (_PIECES if topology.spans_nodes else rounds)))
     blocks = thread_blocks(shape.tokens * ranks) * shape.batch * group
     return min(most, requested or max(in_bytes, ceil(_WAVES * multiprocessors / blocks)))
 

@@ -132,10 +132,11 @@ def test_whole_steps():
 
 
 def test_sentences_of_steps_follow_from_their_runs():
-    runs = {run: points_of(own) for run, own in steps_in("1xh200", "1xh100", "4xh200").items()}
+    every = steps_in("1xh200", "1xh100", "2xh200", "4xh200")
+    runs = {run: points_of(own) for run, own in every.items()}
     named = {run: {point.name: point for point in points} for run, points in runs.items()}
     dense = [in_equal_memory(runs[run])["megatron:off"][0] for run in (
-        "11-27T07:26", "11-27T04:31", "11-27T01:04", "11-27T10:20", "11-27T07:47",
+        "11-27T07:26", "11-27T04:31", "11-27T01:04", "11-27T10:20", "11-27T07:47", "11-30T13:46",
     )]  # fmt: skip
     long, small = named["11-27T07:26"], named["11-27T10:20"]["burst:keep"]
     keep, off = long["burst:keep"], long["megatron:off"]

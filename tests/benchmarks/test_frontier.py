@@ -118,7 +118,7 @@ def test_all_settings_train_the_same_weights(trained):
     """Loss, norm and every gradient of burst's settings are bitwise those of nothing recomputed, in
     each step; Megatron's differ by its attention's roundings."""
     case, found = trained
-    assert len(found) == {"packed": 22, "one document": 26, "experts": 30}[case]
+    assert len(found) == {"packed": 22, "one document": 27, "experts": 31}[case]
     truth = found["burst:off"].first
     for key, one in found.items():
         assert one.first == one.second and one.is_freed, key
@@ -228,7 +228,7 @@ def test_rows_of_turns(tmp_path):
 
 def test_names_and_words_choose_settings():
     every = list(map(str, chosen(TINY, "")))
-    assert every == list(settings_of(TINY)) and len(every) == 28
+    assert every == list(settings_of(TINY)) and len(every) == 29
     assert [str(one) for one in chosen(TINY, "megatron:full, burst:off")] == [
         "burst:off", "megatron:full"]  # fmt: skip
     assert len(chosen(TINY, "burst:")) == 22 and len(chosen(TINY, "@host")) == 5

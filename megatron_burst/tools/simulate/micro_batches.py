@@ -1,5 +1,4 @@
-"""A step of a packed job: when each rank runs which micro-batch. Stages of a pipeline are alike,
-and transfers between them take no time."""
+"""When each rank runs which micro-batch of a packed job; transfers between stages take no time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
