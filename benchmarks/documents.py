@@ -68,11 +68,17 @@ def parents_of(kind: str, documents: int) -> tuple[int, ...] | None:
 
 
 def _drawn(seq: int, seed: int, multiple: int) -> tuple[int, ...]:
-    """The documents of one sample of many that a corpus fills.
+    """The documents of the sample whose area is nearest to the mean of the first 20; document ends
+    are rounded down to multiples."""
+    samples = [_rounded(edges, multiple) for edges in _samples(seq, seed)]
+    mean = sum(map(area, samples)) / len(samples)
+    return min(samples, key=lambda lengths: abs(area(lengths) - mean))
 
-    The corpus has each bin's documents at the bin's middle, cut to seq / 4 and shuffled. Samples
-    take them in turn, split the one that does not fit, and are shuffled. Of the first 20 it is the
-    one whose area is nearest to their mean. Then document ends are rounded down to multiples."""
+
+@lru_cache
+def _samples(seq: int, seed: int) -> list[np.ndarray]:
+    """Bounds of documents in each of the first samples of a corpus, shuffled. It has each bin's
+    documents at its middle, cut to seq / 4 and shuffled; samples split what does not fit."""
     longest = seq // 4
     middles, counts = histogram()
     counts = counts // (1000 if seq < _SHORT else 1)
@@ -83,17 +89,11 @@ def _drawn(seq: int, seed: int, multiple: int) -> tuple[int, ...]:
     rng = np.random.default_rng(seed)
     rng.shuffle(pieces)
     ends = np.cumsum(pieces, dtype=np.int64)
-    order = np.arange(int(ends[-1]) // seq)
-    rng.shuffle(order)
-    samples = [_sample(ends, int(number) * seq, seq, multiple) for number in order[:_SAMPLES]]
-    mean = sum(map(area, samples)) / len(samples)
-    return min(samples, key=lambda lengths: abs(area(lengths) - mean))
-
-
-def _sample(ends: np.ndarray, start: int, seq: int, multiple: int) -> tuple[int, ...]:
-    """Documents, or parts of them, in `seq` tokens of a corpus from `start` on."""
-    first, last = np.searchsorted(ends, (start, start + seq), "right")
-    return _rounded(np.concatenate(([0], ends[first:last] - start, [seq])), multiple)
+    order = rng.permutation(int(ends[-1]) // seq)
+    starts = [int(number) * seq for number in order[:_SAMPLES]]
+    bounds = [np.searchsorted(ends, (start, start + seq), "right") for start in starts]
+    inside = [ends[slice(*of)] - start for start, of in zip(starts, bounds, strict=True)]
+    return [np.concatenate(([0], edges, [seq])) for edges in inside]
 
 
 def area(lengths: Sequence[int], window: int | None = None) -> float:

@@ -6,6 +6,7 @@ import os
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -28,6 +29,8 @@ if not Path("/dev/nvidiactl").exists():
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 LONGEST = "test_tutorial.py", "test_site.py", "test_pretrain.py"  # one test is 15 s or more
+
+_BEGUN = count()  # tests of this process
 
 # durations of examples say nothing on a busy machine
 for profile in ("few", "every"):
@@ -107,6 +110,10 @@ def _interpret_triton():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_finish():
-    gc.collect()
-    gc.freeze()  # modules and tests stay: garbage collection need not scan them again
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Garbage collection need not scan again what stays: modules, tests, cached plans. Tests that
+    call it would take ten times as long at the end of a run."""
+    if next(_BEGUN) % 100 == 0:
+        gc.collect()
+        gc.freeze()

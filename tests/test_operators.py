@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
@@ -21,6 +22,9 @@ from megatron_burst.config import Force
 from megatron_burst.loss import operators as loss_operators
 from tests.ranks import run_ranks
 
+# Otherwise a first compilation tries what vectors the CPU has, which takes 15 s.
+torch._inductor.config.cpp.vec_isa_ok = False
+torch._inductor.config.compile_threads = 1
 TOKENS, HEADS, DIMS = 16, (4, 2), (8, 6)
 EDGES = torch.tensor([0, 5, 12, 16])
 CASES = {  # options, and how q, k and v lie

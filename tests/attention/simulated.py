@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from random import Random
 
@@ -48,22 +48,21 @@ class Letter:
 class Wire:
     """What joins simulated ranks: messages, barriers and shared memory."""
 
-    def __init__(self, cp_size, in_turns=False, timeout_s=_TIMEOUT_S):
+    def __init__(self, cp_size, timeout_s=_TIMEOUT_S):
         self.letters, self._lock = {}, threading.Lock()
         self.cp_size, self.memory, self.timeout_s = cp_size, {}, timeout_s
         self._barriers = {}
-        self.turn = threading.Lock() if in_turns else None
+        # one rank runs until it waits: threads that compete for the interpreter take twice as long
+        self.turn = threading.Lock()
 
     @contextmanager
     def resting(self):
         """Lets the others run while a rank waits for them."""
-        if self.turn:
-            self.turn.release()
+        self.turn.release()
         try:
             yield
         finally:
-            if self.turn:
-                self.turn.acquire()
+            self.turn.acquire()
 
     def barrier(self, *key):
         with self._lock:
@@ -137,10 +136,14 @@ class SimulatedCarrier:
 
     def _barrier(self, *key):
         self._wire.barrier(*key)
-        time.sleep(self._delay.random() * 1e-3)  # others may be far ahead when this one reads
+        time.sleep(self._delay.random() * 2e-4)  # others may be far ahead when this one reads
+
+    def _rest(self):
+        with self._wire.resting():
+            time.sleep(self._delay.random() * 2e-4)
 
     def send(self, link, cargo, sends, recvs):
-        time.sleep(self._delay.random() * 1e-3)  # ranks need not run in lockstep
+        time.sleep(self._delay.random() * 2e-4)  # ranks need not run in lockstep
         self.sent_bytes += sum(x.nbytes for _, x in sends)
         for _, x in recvs:
             x.fill_(255 if x.dtype is torch.uint8 else float("nan"))
@@ -186,19 +189,14 @@ class SimulatedTransfer:
             letter.deliver()
 
 
-def run_simulated(
-    function, cp_size, seed=0, pulls=False, in_turns=False, timeout_s=_TIMEOUT_S
-):  # fmt: skip
-    """Run `function(cp_rank, carrier)` on all ranks; return results and carriers.
-
-    `pulls`: whether ranks read each other's slots. In turns, one rank at a time runs until it
-    waits: for compilers that are not thread-safe.
-    """
-    wire = Wire(cp_size, in_turns, timeout_s)
+def run_simulated(function, cp_size, seed=0, pulls=False, timeout_s=_TIMEOUT_S):
+    """Run `function(cp_rank, carrier)` on all ranks; return results and carriers. `pulls`: whether
+    ranks read each other's slots."""
+    wire = Wire(cp_size, timeout_s)
     carriers = [SimulatedCarrier(wire, rank, seed, pulls) for rank in range(cp_size)]
 
     def run(rank):
-        with wire.turn or nullcontext():
+        with wire.turn:
             return function(rank, carriers[rank])
 
     with ThreadPoolExecutor(cp_size) as pool:

@@ -8,6 +8,7 @@ while another stream may still read them. Accesses to other ranks' memory are no
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import count
 
 import pytest
@@ -25,8 +26,23 @@ from tests.attention.engine import Passes, Way, problem
 from tests.oracle import rows_of
 
 
+@cache
+def touched(function):
+    """Place, name and whether it is written of each argument of an operation that may be a tensor
+    and is no mere view of one: reading a schema takes longer than most operations here."""
+    arguments = enumerate(function._schema.arguments)
+    return [
+        (place, x.name, x.alias_info is not None) for place, x in arguments
+        if "Tensor" in str(x.type) and (x.alias_info is None or x.alias_info.is_write)
+    ]  # fmt: skip
+
+
 class Streams(TorchDispatchMode):
     """A rank's streams: what each did to buffers, and what each knows of the others."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing is compiled, and skipping takes as long as an operation
 
     def __init__(self):
         super().__init__()
@@ -106,15 +122,11 @@ class Streams(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.empty.memory_format and result.dtype is torch.uint8:
             self.track(result)  # what stays of an all-to-all
-        named = [*zip(function._schema.arguments, args, strict=False)]
-        by_name = {argument.name: argument for argument in function._schema.arguments}
-        named += [(by_name[name], given) for name, given in (kwargs or {}).items()]
-        for argument, given in named:
-            alias = argument.alias_info
-            if alias is None or alias.is_write:  # a view touches nothing
-                for x in given if isinstance(given, list | tuple) else (given,):
-                    if isinstance(x, torch.Tensor):
-                        self.use(x, alias is not None)
+        for place, name, writes in touched(function):
+            given = args[place] if place < len(args) else (kwargs or {}).get(name)
+            for x in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(x, torch.Tensor):
+                    self.use(x, writes)
         return result
 
 
