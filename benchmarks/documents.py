@@ -68,8 +68,7 @@ def parents_of(kind: str, documents: int) -> tuple[int, ...] | None:
 
 
 def _drawn(seq: int, seed: int, multiple: int) -> tuple[int, ...]:
-    """The documents of the sample whose area is nearest to the mean of the first 20; document ends
-    are rounded down to multiples."""
+    """Of the first 20 samples the one of about their mean area; ends are rounded to multiples."""
     samples = [_rounded(edges, multiple) for edges in _samples(seq, seed)]
     mean = sum(map(area, samples)) / len(samples)
     return min(samples, key=lambda lengths: abs(area(lengths) - mean))

@@ -1,5 +1,4 @@
-"""What `benchmarks/frontier.py` measures: models, settings of recomputation, rows; without
-Megatron."""
+"""What `benchmarks/frontier.py` measures, without Megatron: models, settings, rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

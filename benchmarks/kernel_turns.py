@@ -1,5 +1,4 @@
-"""How kernels are timed in turns, and the sweep of `kernels.py`: which blocks of our Triton
-attention kernels it tries."""
+"""How kernels are timed in turns, and which blocks of our Triton kernels `kernels.py` tries."""
 
 import os
 from collections.abc import Callable

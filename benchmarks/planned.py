@@ -30,6 +30,7 @@ _AGAIN_BEFORE = "2026-11-21T16:45"  # until then backward exchanged Q, K and V a
 _ENDS_BEFORE = "2026-11-24T13:09"  # until then recomputation with keep made the last product
 _RESENT_BEFORE = "2026-11-21T19:27"  # until then keys of other nodes came again in backward
 _SLOTS_BEFORE = "2026-11-24T10:30"  # until then few rounds had more slots, long shards larger ones
+_SENT_BACK_BEFORE = "2026-11-27T01:50"  # until then all-to-alls in two rounds had a slot less
 _ROUNDS_BEFORE = "2026-11-30T13:39"  # until then all-to-alls had fewer rounds on one node
 _OWN_BEFORE = "2026-11-24T02:51"  # until then buffers between nodes had memory of their own by use
 _WHOLE_BEFORE = "2026-11-27T16"  # until then auto gathered grouped heads of 192/128 in both passes
@@ -82,6 +83,7 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
 def _of_attention(row: Row, hardware: Hardware) -> Prediction:
     opened = _call(row, hardware)
     call = as_megatron(opened, hardware) if is_standin(row) else resolved(opened)
+    call = _with_its_rounds(row, opened, call)
     hardware = _with_links(row, hardware, call)
     work = _tflop(call, Direction.FORWARD)
     seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
@@ -110,12 +112,22 @@ def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
     """Whether the row's run had other buffers than the engine makes now."""
     if call.intra == "ring" or not row.date:
         return False
-    if row.nodes > 1 and row.date < _OWN_BEFORE:
+    is_open = call.intra == "gather" and not opened.heads_per_round
+    if (row.nodes > 1 and row.date < _OWN_BEFORE) or (is_open and row.date < _SLOTS_BEFORE):
         return True
-    if call.intra == "a2a" or call.a2a_backward_heads:
-        return row.nodes == 1 and row.date < _ROUNDS_BEFORE
-    is_few = call.pulled and 2 * call.heads_per_round >= call.shape.heads_kv
-    return row.date < _SLOTS_BEFORE and (is_few or not opened.heads_per_round)
+    rounds = -(-max_heads(call.shape, call.mode_topology, call.intra) // call.heads_per_round)
+    changed = _SENT_BACK_BEFORE if call.intra == "a2a" and rounds == 2 else _SLOTS_BEFORE
+    return rounds <= 2 and call.pulled and row.date < changed
+
+
+def _with_its_rounds(row: Row, opened: AttentionCall, call: AttentionCall) -> AttentionCall:
+    """With as few rounds of an all-to-all as the row's run had, if it did not ask for a number."""
+    if row.nodes > 1 or opened.heads_per_round or not "" < row.date < _ROUNDS_BEFORE:
+        return call
+    in_bytes = max(1, (256 << 20) // head_bytes_over_all_rows(call.shape, call.topology))
+    heads = min(in_bytes, max_heads(call.shape, call.topology, "a2a"))
+    name = "heads_per_round" if call.intra == "a2a" else "a2a_backward_heads"
+    return replace(call, **{name: heads}) if getattr(call, name) else call
 
 
 def _left_bytes(call: AttentionCall) -> int:
@@ -123,8 +135,7 @@ def _left_bytes(call: AttentionCall) -> int:
     if call.intra != "a2a" or call.resends:
         return calls.left_bytes(call)
     shape = call.shape.replicated(call.mode_topology.intra_size)
-    there, _ = a2a_pass_bytes(shape)[Direction.FORWARD]
-    return there
+    return a2a_pass_bytes(shape)[Direction.FORWARD][0]
 
 
 def _call(row: Row, hardware: Hardware) -> AttentionCall:
@@ -142,9 +153,6 @@ def _call(row: Row, hardware: Hardware) -> AttentionCall:
         spec, resends=spec.resends or "" < row.date < _AGAIN_BEFORE,  # none: yet to be measured
         saves_remote=False if "" < row.date < _RESENT_BEFORE else spec.saves_remote,
     )  # fmt: skip
-    if spec.intra == "a2a" and row.nodes == 1 and "" < row.date < _ROUNDS_BEFORE:
-        heads = max(1, (256 << 20) // head_bytes_over_all_rows(shape, nodes))
-        spec = replace(spec, heads_per_round=min(heads, max_heads(shape, nodes, "a2a")))
     call = AttentionCall(**vars(spec), overlap=impl.config.overlap)
     if impl.config.backend != "auto":
         return calls.run_by(call, impl.config.backend)

@@ -156,9 +156,8 @@ class Prefill:
         if self.impl == "burst":
             positions = positions.chunk(ranks.size)[ranks.rank]
         logits = self.model(tokens, positions, [layer.prefill for layer in self.layers], -1)
-        if self.impl == "tp-v3":  # the last rank has the last row
-            logits = ranks.total(logits.mul_(ranks.rank == ranks.size - 1))
-        return logits
+        has_last_row = ranks.rank == ranks.size - 1
+        return ranks.total(logits.mul_(has_last_row)) if self.impl == "tp-v3" else logits
 
     @property
     def kv_gib(self) -> float:

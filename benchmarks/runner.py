@@ -89,9 +89,8 @@ def sweep(
     out_of_time: Callable[[], bool],
     say: Callable[[str], None] | None = None,
 ) -> list:
-    """The rows of one problem after another, until time is up, which rank 0 is asked before each;
-    on every rank. `say` takes lines of what is under way, on rank 0; None: shows the world's
-    progress."""
+    """The rows of one problem after another, on every rank, until rank 0's time is up. On rank 0
+    `say` takes lines of what is under way; None: shows the world's progress."""
     say = (say or world.progress.say) if world.rank == 0 else lambda text: None
     rows = []
     for number, problem in enumerate(problems):

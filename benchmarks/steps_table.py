@@ -78,7 +78,7 @@ def _job(rows: Sequence[FrontierRow]) -> list[str]:
     row = next(row for row in rows if row.ms)
     steps = sorted({point.steps for point in four if point})
     count = " to ".join(map(str, dict.fromkeys((steps[0], steps[-1]))))
-    origin = [row.date[:10], *measured_by(row), f"{count} steps"]
+    origin = [row.date[:10], *measured_by(row), f"{count} step{'s' * (count != '1')}"]
     return [
         _step(rows), *map(_cell, four), tables.shown(least and full and speedup(least, full), 2),
         tables.shown(ours and fastest and speedup(ours, fastest), 3), ", ".join(origin),

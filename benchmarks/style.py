@@ -1,5 +1,4 @@
-"""What all pictures of results share: one colour for each implementation and mode, and words for
-the GPUs and days of their rows."""
+"""What all pictures of results share: colours of implementations; words for GPUs and days."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -136,14 +136,14 @@ class SimulatedCarrier:
 
     def _barrier(self, *key):
         self._wire.barrier(*key)
-        time.sleep(self._delay.random() * 2e-4)  # others may be far ahead when this one reads
+        self._rest()  # others may be far ahead when this one reads
 
     def _rest(self):
         with self._wire.resting():
             time.sleep(self._delay.random() * 2e-4)
 
     def send(self, link, cargo, sends, recvs):
-        time.sleep(self._delay.random() * 2e-4)  # ranks need not run in lockstep
+        self._rest()  # ranks need not run in lockstep
         self.sent_bytes += sum(x.nbytes for _, x in sends)
         for _, x in recvs:
             x.fill_(255 if x.dtype is torch.uint8 else float("nan"))

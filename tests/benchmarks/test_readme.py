@@ -18,9 +18,10 @@ STEPS = (
     ("frontier_2xh200", "2026-11-30T14:09", "qwen3-8b, 36 layers", "keep@host"),
     ("frontier_4xh200", "2026-11-27T07:26:40", "one document", "keep"),
     ("frontier_4xh200", "2026-11-27T04:31:48", "161 documents", "auto-12"),
+    ("frontier_1xh200", "2026-11-26T06:48:15", "40 documents", "auto-7"),
     ("frontier_1xh200", "2026-11-26T04:44:49", "qwen3-1.7b, 28 layers", "auto-18"),
 )
-SETTINGS = {"off": "nothing recomputed"}
+SETTINGS = {"off": "nothing recomputed", "offload": "offloading"}
 NO_MEASUREMENT = {
     "0.16",
     "0.19",
