@@ -52,6 +52,30 @@ def test_steps_on_two_ranks_are_those_on_one(example, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
 
 
+def adapter_gradients(rank: int) -> torch.Tensor:
+    """Of LoRA in examples/long_samples.py, after one backward."""
+    sys.path.insert(0, str(EXAMPLES))
+    import long_samples
+
+    sys.argv = ["", "--tiny", "--layers", "2", "--seq", "64"]
+    options = long_samples.options_of()
+    model = long_samples.with_lora(options, torch.device("cpu")).train()
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    torch.manual_seed(1)
+    ids = torch.randint(0, model.config.vocab_size, (1, 64))
+    with long_samples.loss_of(model, ids, options, None) as loss:
+        loss.backward()
+    long_samples.average(trained)
+    return torch.cat([weight.grad.flatten().float() for weight in trained])
+
+
+def test_adapters_have_the_gradients_of_one_rank_on_two():
+    """Guards against ranks that train adapters of their own."""
+    (one,) = run_ranks(adapter_gradients, 1)
+    for of_rank in run_ranks(adapter_gradients, 2):  # in bf16
+        assert one.norm() > 0 and (of_rank - one).norm() < 0.02 * one.norm()
+
+
 @pytest.mark.parametrize("loss", ["sft", "grpo"])
 def test_trl_refuses_accelerates_context_parallelism(loss):
     """If this fails, TRL has it: tell of it in docs/how-to/without-megatron.md."""
