@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_burst import shards
 from megatron_burst.errors import BurstError, DisagreementError
 from megatron_burst.loss import checks, linear, passes, statistics, tensor_parallel
+from megatron_burst.loss.attempt import Attempt
 from megatron_burst.loss.rows import Rows
 from tests.attention.failing import NoMemoryError
 from tests.loss.oracle import Problem, chunks_of, oracle, random_problem, relative_error
@@ -102,6 +103,30 @@ def test_a_loss_that_failed_can_be_computed_again_and_other_ranks_say_so(alone):
             assert kind is (DisagreementError if others else NoMemoryError), (rank, case, words)
             assert not others or "got an exception on tp ranks [1]" in words
     assert time.monotonic() - began < TIMEOUT_S
+
+
+def failed_last(rank):
+    """The error of a rank's loss if rank 1 fails alone behind the last collective, and nothing
+    waits for its word, as on a GPU."""
+    from megatron_burst import linear_cross_entropy
+
+    group, problem = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), random_problem()
+    ours, expected = shard(problem, rank, WORLD, False), oracle(problem.leaves())[0]
+    fails = failing(passes, "losses", 0) if rank else nullcontext()
+    with mock.patch.object(Attempt, "_failed", return_value=[]), chunks_of(2 * WORLD), fails:
+        try:
+            loss = linear_cross_entropy(
+                ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, tp_group=group,
+                grads="forward", supervised="count",
+            )  # fmt: skip
+        except NoMemoryError:
+            return "no memory"
+    return float(relative_error(loss.detach(), expected.detach()))
+
+
+def test_a_rank_whose_peer_fails_behind_the_last_collective_has_the_right_loss():
+    error, other = run_ranks(failed_last, WORLD)
+    assert error < 1e-12 and other == "no memory"
 
 
 def test_after_a_failure_the_memory_of_the_pass_is_free(monkeypatch):
