@@ -68,7 +68,7 @@ def parents_of(kind: str, documents: int) -> tuple[int, ...] | None:
 
 
 def _drawn(seq: int, seed: int, multiple: int) -> tuple[int, ...]:
-    """Of the first 20 samples the one of about their mean area; ends are rounded to multiples."""
+    """The sample whose area is nearest to the mean of the first ones; ends are rounded down."""
     samples = [_rounded(edges, multiple) for edges in _samples(seq, seed)]
     mean = sum(map(area, samples)) / len(samples)
     return min(samples, key=lambda lengths: abs(area(lengths) - mean))
@@ -91,7 +91,7 @@ def _samples(seq: int, seed: int) -> list[np.ndarray]:
     order = rng.permutation(int(ends[-1]) // seq)
     starts = [int(number) * seq for number in order[:_SAMPLES]]
     bounds = [np.searchsorted(ends, (start, start + seq), "right") for start in starts]
-    inside = [ends[slice(*of)] - start for start, of in zip(starts, bounds, strict=True)]
+    inside = [ends[slice(*bound)] - start for start, bound in zip(starts, bounds, strict=True)]
     return [np.concatenate(([0], edges, [seq])) for edges in inside]
 
 

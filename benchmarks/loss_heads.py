@@ -188,7 +188,7 @@ def burst_log_probs(entropy: bool, x: HeadTensors) -> Tensor:
 
 
 def of_logits(framework: str, x: HeadTensors) -> Tensor:
-    """What a framework computes of Megatron's logits in float32; entropies too, but in NeMo-RL."""
+    """What a framework computes of Megatron's logits in float32; entropies too, except NeMo-RL."""
     labels, ranks, rank = x.labels.clamp(0), x.group.size(), x.group.rank()
     if framework == "verl":  # with use_fused_kernels: no logits
         kernel = import_quietly("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy

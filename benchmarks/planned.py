@@ -83,7 +83,7 @@ def predict(row: Row, hardware: Hardware | None = None) -> Prediction | None:
 def _of_attention(row: Row, hardware: Hardware) -> Prediction:
     opened = _call(row, hardware)
     call = as_megatron(opened, hardware) if is_standin(row) else resolved(opened)
-    call = _with_its_rounds(row, opened, call)
+    call = _with_old_rounds(row, opened, call)
     hardware = _with_links(row, hardware, call)
     work = _tflop(call, Direction.FORWARD)
     seconds = attention_time(call, hardware, Direction.FORWARD, work).seconds
@@ -120,8 +120,8 @@ def _is_outdated(row: Row, opened: AttentionCall, call: AttentionCall) -> bool:
     return rounds <= 2 and call.pulled and row.date < changed
 
 
-def _with_its_rounds(row: Row, opened: AttentionCall, call: AttentionCall) -> AttentionCall:
-    """With as few rounds of an all-to-all as the row's run had, if it did not ask for a number."""
+def _with_old_rounds(row: Row, opened: AttentionCall, call: AttentionCall) -> AttentionCall:
+    """With an all-to-all's rounds of up to 256 MiB, where the row's run had these by default."""
     if row.nodes > 1 or opened.heads_per_round or not "" < row.date < _ROUNDS_BEFORE:
         return call
     in_bytes = max(1, (256 << 20) // head_bytes_over_all_rows(call.shape, call.topology))

@@ -177,8 +177,7 @@ def test_no_benchmarks_import_each_other_in_a_circle():
     paths = {path.stem: path for path in (PACKAGE.parent / "benchmarks").glob("*.py")}
     edges = {}
     for name, path in paths.items():
-        nodes = [node for node in nodes_of(path)
-                 if isinstance(node, ast.ImportFrom)]  # fmt: skip
+        nodes = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
         named = {node.module.partition(".")[2] for node in nodes
                  if (node.module or "").startswith("benchmarks.")}  # fmt: skip
         named |= {a.name for node in nodes if node.module == "benchmarks" for a in node.names}
@@ -218,7 +217,7 @@ def roots_of(path: Path) -> set[str]:
 
 
 @cache
-def graph() -> dict[str, set[str]]:
+def package_graph() -> dict[str, set[str]]:
     return graph_of(MODULES)
 
 
@@ -256,7 +255,7 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 def test_no_modules_import_each_other_in_a_circle():
     """A circle is one thing in several files: it can be neither read nor tested in parts."""
-    assert circles(graph()) == []
+    assert circles(package_graph()) == []
 
 
 def test_a_circle_is_found(tmp_path):
@@ -379,7 +378,7 @@ def test_the_reading_path_is_left_through_the_declared_exits_alone():
     """Which the rest of the package is behind: a reader of the core may stop at them."""
     path = reading_path()
     speedups = BACKENDS | TWINS.keys()
-    left = {(name, to) for name in path for to in graph()[name] - path - speedups}
+    left = {(name, to) for name in path for to in package_graph()[name] - path - speedups}
     assert left == EXITS.keys()
     assert len(EXITS) <= 11
 

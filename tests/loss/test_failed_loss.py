@@ -51,10 +51,19 @@ def failing(module, name, after):
         yield
 
 
-def step(rank, group, device, sequence_parallel, grads):
-    """The largest error of the loss and this rank's gradients; NaN if any is."""
+def loss_of(ours, group, sequence_parallel, grads):
+    """A rank's loss of its part of a problem, in several chunks."""
     from megatron_burst import linear_cross_entropy
 
+    with chunks_of(2 * WORLD):
+        return linear_cross_entropy(
+            ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, tp_group=group,
+            sequence_parallel=sequence_parallel, grads=grads, supervised="count",
+        )  # fmt: skip
+
+
+def step(rank, group, device, sequence_parallel, grads):
+    """The largest error of the loss and this rank's gradients; NaN if any is."""
     problem = random_problem()
     problem = Problem(*(x.to(device) for x in vars(problem).values()))
     if sequence_parallel == "one block":  # whose rows the other rank computes too
@@ -62,11 +71,7 @@ def step(rank, group, device, sequence_parallel, grads):
     truth, ours = problem.leaves(), shard(problem, rank, WORLD, bool(sequence_parallel))
     expected = oracle(truth)[0]
     expected.backward()
-    with chunks_of(2 * WORLD):
-        loss = linear_cross_entropy(
-            ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, tp_group=group,
-            sequence_parallel=bool(sequence_parallel), grads=grads, supervised="count",
-        )  # fmt: skip
+    loss = loss_of(ours, group, bool(sequence_parallel), grads)
     loss.backward()
     hidden = truth.hidden.grad.chunk(WORLD)[rank] if sequence_parallel else truth.hidden.grad
     mine = truth.weight.grad.chunk(WORLD)[rank]
@@ -108,17 +113,12 @@ def test_a_loss_that_failed_can_be_computed_again_and_other_ranks_say_so(alone):
 def failed_last(rank):
     """The error of a rank's loss if rank 1 fails alone behind the last collective, and nothing
     waits for its word, as on a GPU."""
-    from megatron_burst import linear_cross_entropy
-
     group, problem = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)), random_problem()
     ours, expected = shard(problem, rank, WORLD, False), oracle(problem.leaves())[0]
     fails = failing(passes, "losses", 0) if rank else nullcontext()
-    with mock.patch.object(Attempt, "_failed", return_value=[]), chunks_of(2 * WORLD), fails:
+    with mock.patch.object(Attempt, "_failed", return_value=[]), fails:
         try:
-            loss = linear_cross_entropy(
-                ours.hidden, ours.weight, ours.labels, loss_mask=ours.loss_mask, tp_group=group,
-                grads="forward", supervised="count",
-            )  # fmt: skip
+            loss = loss_of(ours, group, False, "forward")
         except NoMemoryError:
             return "no memory"
     return float(relative_error(loss.detach(), expected.detach()))

@@ -32,7 +32,7 @@ _GENERATOR = torch.Generator().manual_seed(5)
 H = torch.randn(3, 2, 4, generator=_GENERATOR)
 W = torch.randn(8, 4, generator=_GENERATOR)
 IDS = torch.arange(2).expand(3, 2, 2)
-CASES = 200  # of one rank; of several, whose cases take longer, so many fewer
+CASES = 200  # of each number of ranks with --all
 MASKS = ("all", "none", "few", "one block", "most of one block")
 
 
@@ -173,8 +173,10 @@ def excesses(
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_random_cases_are_those_of_the_definition(size):
-    assert run_ranks(excesses, size, size, "cpu", CASES // size) == [[]] * size
+def test_random_cases_are_those_of_the_definition(size, request):
+    """Fewer of more ranks, which take longer, but with --all."""
+    cases = CASES if request.config.getoption("--all") else CASES // size
+    assert run_ranks(excesses, size, size, "cpu", cases) == [[]] * size
 
 
 def tops(rank: int, size: int, device: str = "cpu") -> list[tuple[int, str, float]]:
